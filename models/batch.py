@@ -41,24 +41,25 @@ class HeadTransform:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VisualTokens:
-    """The placeholders of pictures among a step's prompt tokens, and the features that replace
-    their embeddings."""
+    """The picture placeholders among a step's prompt tokens, and the features that replace their
+    embeddings."""
 
     mask: torch.Tensor
     """True for placeholders, bool (prompt tokens, 1)."""
     features: torch.Tensor
-    """(prompt tokens, hidden * (1 + deepstack levels)): the embedding of each token, then the
-    vectors that are added after each of the first layers. Zero for text tokens."""
+    """(prompt tokens, hidden * (1 + deepstack levels)): the embedding of each token, then one
+    vector per deepstack level, which is added after one of the decoder's first layers. Zero for
+    text tokens."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionBatch:
     """Attention inputs of a step: the cache position of each token's key and value, and the context
-    of each row.
+    length of each row.
 
     Prefill tokens come first, then one token for each decode row. A slot is a sequence's index in
-    the tables on the device. Block tables stay on the device and are indexed by slot. Steps
-    captured as graphs read nothing from the host.
+    the tables on the device, such as the block tables. Steps captured as graphs read nothing from
+    the host.
     """
 
     slot_mapping: torch.Tensor
@@ -71,22 +72,23 @@ class AttentionBatch:
     """int32 (4, rows): slot, index of the first token, number of tokens, and context length after
     this chunk. Captured steps are padded with rows of the dummy slot that have no tokens."""
     prefill_tiles: torch.Tensor
-    """int32 (2, programs): for each program of the attention kernel, its row and the index of its
-    group of tokens."""
+    """int32 (2, programs): for each program instance of the prefill attention kernel, its row and
+    the index of its group of tokens within that row."""
     decode_slots: torch.Tensor
     """Slot of each decode row, int32 (decode rows,)."""
     decode_contexts: torch.Tensor
     """Context length of each decode row, including its new token, int32 (decode rows,)."""
     lengths: HostSeqLens
-    """Context lengths as known to the host, for devices that need them there. For frozen rows they
-    are upper bounds."""
+    """Context lengths as known to the host, for devices that need them there. For frozen rows (see
+    `frozen`), which no longer grow, they are upper bounds."""
     plan: Any = None
     """State that the attention of all layers shares, created by the device's
     `BatchOperators.plan`."""
     visual: VisualTokens | None = None
     frozen: torch.Tensor | None = None
-    """int32 (slots,): 1 if decode rows of the slot must not change its state. The keys and values
-    of such rows already go to the dummy slot's block. None if no slot is frozen."""
+    """int32 (slots,): 1 if decode rows of the slot must not change its state, because its sequence
+    sampled a token that stops decoding. The keys and values of such rows already go to the dummy
+    slot's block. None means that no slot is frozen."""
     final_rows: FinalRows | None = None
     """Tokens whose final hidden states are needed; None if all of them are."""
 
@@ -100,10 +102,11 @@ class FinalRows:
     """
 
     indices: torch.Tensor
-    """Token indices, int32 (rows,). Those of the decode rows come last."""
+    """Indices of these tokens, int32 (rows,). Those of the decode rows come last."""
     plan: Callable[[], AttentionBatch]
     """Function that returns the batch in which each of these tokens is a decode row. It is called
-    after all other layers have run, because the plans of one step may share memory."""
+    after all other layers have run, because the plans (`AttentionBatch.plan`) of one step may share
+    memory."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -122,8 +125,8 @@ class ForwardInputs:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FusedSamplingInputs:
-    """Inputs of a device's fused sampler, which samples each row with the parameters of its
-    slot."""
+    """Inputs of a device's fused sampler, which samples each row with the parameters of its slot
+    (the sequence's index in `tables`)."""
 
     logits: torch.Tensor
     """(rows, vocabulary), or (slots, vocabulary) if logits are stored by slot."""
@@ -143,8 +146,11 @@ def decode_batch(
     no_prefills: torch.Tensor,
     lengths: HostSeqLens,
 ) -> AttentionBatch:
-    """Return a batch of decode rows only, one for each of `slots`, int32 (rows,). `no_prefills` is
-    an empty tensor, int32 (4, 0)."""
+    """Return a batch of decode rows only, one for each of `slots` (sequence indices), int32
+    (rows,).
+
+    `buffers` contains the inputs of these rows. `no_prefills` is an empty tensor, int32 (4, 0).
+    """
     return AttentionBatch(
         buffers.slot_mapping,
         tables.blocks,
@@ -165,11 +171,13 @@ def with_final_rows(
     lengths: HostSeqLens,
     plan: Callable[[AttentionBatch], AttentionBatch],
 ) -> AttentionBatch:
-    """Return the batch with `final_rows` set to some prompt tokens followed by all decode rows.
+    """Return `batch` with `final_rows`, the tokens whose final hidden states are needed: some
+    prompt tokens, followed by all decode rows.
 
-    `chunks` contains the indices of these prompt tokens, int32 (rows,), and the slots and positions
-    of all prefill tokens, int32 (prefill tokens,) each. `lengths` are the lengths of the final
-    rows, if the device needs them on the host. `plan` prepares the batch of the final rows.
+    `chunks` contains the indices of these prompt tokens, int32 (rows,), and the slots (sequence
+    indices) and positions of all prefill tokens, int32 (prefill tokens,) each. `lengths` are the
+    lengths of the final rows, if the device needs them on the host. `plan` prepares attention for
+    the batch of the final rows.
     """
     final_indices, slots, positions = chunks
     first_decode, tokens = batch.prefill_tokens, len(batch.slot_mapping)
@@ -209,13 +217,14 @@ class SlotTables:
     """Rotary position of the next token minus its position in the sequence, int32 (slots,). None if
     the model accepts no pictures, as the two are then always equal."""
     sampling_words: torch.Tensor
-    """Packed sampling parameters of each slot, int32 (columns.WORDS, slots)."""
+    """Packed sampling parameters of each slot, int32 (words of a request, slots)."""
     block_size: int
     frozen: torch.Tensor
     """int32 (slots,): 1 if the slot's newest token is one of its `freeze_ids`. Decode rows of such
-    a slot change no persistent state."""
+    a slot change neither its cache nor its length; a last token that they leave is never used."""
     freeze_ids: torch.Tensor
-    """Token ids that freeze each slot, int32 (limits.MAX_FREEZE_IDS, slots), padded with -1."""
+    """Token ids that freeze each slot when they are sampled, int32 (limits.MAX_FREEZE_IDS, slots),
+    padded with -1."""
     sampling: SamplingColumns[torch.Tensor] = dataclasses.field(init=False)
     """Views of `sampling_words` by parameter, (slots,) each; the seeds are (2, slots)."""
 
@@ -229,7 +238,7 @@ class DecodeRows(NamedTuple):
 
     slots: torch.Tensor
     positions: torch.Tensor
-    """Position that each row computes; -1 stands for the next position of its slot."""
+    """Position that each row computes, or -1 for the next position of its slot."""
     token_ids: torch.Tensor
     """Token id of each row. Ignored where the position is -1: such a row uses its slot's newest
     token."""
@@ -274,8 +283,8 @@ class SamplingBatch:
     def of(
         cls, tables: SlotTables, slots: torch.Tensor, groups: SamplingGroups[torch.Tensor]
     ) -> SamplingBatch:
-        """Return the sampling parameters of `slots`, int64 (rows,), which are read from the
-        device's tables."""
+        """Return the sampling parameters of `slots` (sequence indices), int64 (rows,), read from
+        `tables`."""
         words = tables.sampling_words.index_select(1, slots)
         positions = tables.lengths.index_select(0, slots).long()
         return cls(column_views(words, torch.float32), positions, groups)

@@ -15,8 +15,8 @@ _TIMEOUT = datetime.timedelta(minutes=30)
 
 
 class Group(Protocol):
-    """Collective operations for layers and samplers. All ranks must call the same ones in the same
-    order."""
+    """Collective operations for layers and samplers. All ranks must call the same operations in the
+    same order."""
 
     rank: int
     size: int
@@ -63,11 +63,11 @@ class RankGroup:
         listen_fd: int | None,
         device: torch.device | None = None,
     ) -> None:
-        """Join the process group, which meets at `port` of the loopback interface. Tensors are on
-        `device`.
+        """Join the process group through a TCP store at `port` of the loopback interface. Tensors
+        are on `device`.
 
-        `listen_fd` is the file descriptor of rank 0's listening socket. A socket opened by PyTorch
-        itself would listen on every interface.
+        `listen_fd` is the file descriptor of the store's listening socket on rank 0. A socket
+        opened by PyTorch itself would listen on every interface.
         """
         self.rank, self.size = rank, size
         self._device = device
@@ -102,7 +102,7 @@ class RankGroup:
         return torch.stack(parts)
 
     def all_reduce_min(self, value: int) -> int:
-        """Return the minimum over the ranks. Waits for the result on the device."""
+        """Return the minimum over the ranks, after waiting for the device to compute it."""
         tensor = torch.tensor([value], device=self._device)
         dist.all_reduce(tensor, dist.ReduceOp.MIN)
         return int(tensor)

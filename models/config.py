@@ -47,8 +47,8 @@ def check_file(path: Path) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises `ModelError` if the file is missing or malformed, or
-    contains something else."""
+    """Return the JSON object in a file. Raises `ModelError` if the file is missing, malformed, or
+    does not contain an object."""
     check_file(path)
     try:
         # Some editors write a byte order mark at the start of a file.
@@ -135,8 +135,7 @@ def _read_scales(raw: Mapping[str, Any], family: Family, origin: object) -> Scal
 
 
 def _read_window(raw: Mapping[str, Any], family: Family, origin: object) -> int | None:
-    """Return the number of latest positions that a token attends to, or None if it attends to
-    all."""
+    """Return the number of most recent positions that a token attends to, or None for no limit."""
     key = family.sliding_window
     if key is None:
         return None
@@ -164,7 +163,7 @@ def _read_quantization(raw: Mapping[str, Any], origin: object) -> Quantization |
 
 
 def _text_config(raw: Mapping[str, Any], family: Family, origin: object) -> Mapping[str, Any]:
-    """Return the settings of the decoder, which some families nest in an object."""
+    """Return the settings of the decoder, which some families nest in an object within `raw`."""
     if family.text_config is None:
         return raw
     text = raw.get(family.text_config)
@@ -259,7 +258,7 @@ def _read_rope(raw: Mapping[str, Any], family: Family, origin: object) -> RopeCo
 
 
 def _read_sections(raw_rope: Mapping[str, Any], origin: object) -> tuple[int, int, int]:
-    """Return the M-RoPE sections: numbers of frequencies for time, rows and columns.
+    """Return the M-RoPE sections: the numbers of rotary frequencies for time, height and width.
     `mrope_interleaved` is ignored, as in transformers."""
     value = raw_rope.get("mrope_section", [24, 20, 20])
     sizes = value if isinstance(value, list) else []
@@ -269,7 +268,7 @@ def _read_sections(raw_rope: Mapping[str, Any], origin: object) -> tuple[int, in
 
 
 def _check_yarn(config: RopeConfig, origin: object) -> None:
-    """Raise `ModelError` if YaRN's factors cannot be computed from the values."""
+    """Raise `ModelError` if YaRN's scaling cannot be computed from the parameters in `config`."""
     if config.attention_factor is not None and config.attention_factor <= 0:
         raise ModelError(
             f"{origin}: attention_factor must be greater than 0, got {config.attention_factor:g}"

@@ -31,8 +31,11 @@ log = logging.getLogger("nanoactor.runner")
 
 
 def _prefix(family: str, weights: Weights) -> str:
-    """Return the prefix of the decoder's weight names, with a trailing dot. It is empty for a
-    checkpoint that contains only the decoder, as `AutoModel` saves it."""
+    """Return the prefix of the decoder's weight names, with a trailing dot. `family` is the prefix
+    that the model's family uses.
+
+    The result is empty for a checkpoint that contains only the decoder, as `AutoModel` saves it.
+    """
     prefix = f"{family}."
     is_bare = f"{prefix}{_EMBEDDING}" not in weights and _EMBEDDING in weights
     return "" if is_bare else prefix
@@ -87,11 +90,11 @@ class Decoder:
         self._rope = rope.to(weights.device, weights.dtype)
 
     def _head_weight(self, weights: Weights, headless: bool = False) -> torch.Tensor:
-        """Return the weight of the language-modeling head.
+        """Return the weight of the language-modeling head, or this rank's rows of it.
 
-        With tied weights, it is the embedding. If the checkpoint nevertheless has a separate head,
-        that head takes precedence, as in transformers 5. A headless model whose checkpoint has no
-        head also gets the embedding.
+        If weights are tied, or if `headless` is True, a checkpoint without a separate head uses the
+        embedding. If a tied checkpoint nevertheless has a separate head, that head takes
+        precedence, as in transformers 5.
         """
         tied = self.config.tie_embeddings
         if (tied or headless) and _HEAD not in weights:
@@ -111,7 +114,7 @@ class Decoder:
 
     @property
     def states(self) -> list[StateSpec]:
-        """Specification of the state that each layer keeps between steps, by layer."""
+        """Specifications of the state that the layers keep between steps, in layer order."""
         return [layer.state for layer in self._layers]
 
     def forward(self, inputs: ForwardInputs) -> torch.Tensor:
@@ -142,8 +145,8 @@ class Decoder:
         return self._norm(x) if residual is None else self._norm.add(x, residual)[0]
 
     def weights(self) -> ModelWeights | None:
-        """Return all weight tensors, or None if `ModelWeights` cannot describe the model
-        completely."""
+        """Return all weight tensors for operators that run a whole decode step, or None if
+        `ModelWeights` cannot describe the model completely."""
         optional = [layer.weights() for layer in self._layers]
         layers = [layer for layer in optional if layer is not None]
         if len(layers) < len(optional) or not isinstance(self._head, Linear):

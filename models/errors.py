@@ -1,4 +1,4 @@
-"""Errors about models. Messages about a file name the file, the key or the value."""
+"""Errors about models. If a file is at fault, the message names the file, the key or the value."""
 
 from __future__ import annotations
 

@@ -22,7 +22,9 @@ def read_positive_int(
     raw: Mapping[str, Any], key: str, origin: object, default: int | None = None
 ) -> int:
     """Return the value of `key`, a positive integer that does not exceed the maximum for this key.
-    A missing or null value means `default`."""
+
+    A missing or null value means `default`, and is an error if that is None.
+    """
     value = raw.get(key)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
@@ -44,7 +46,8 @@ def read_bool(raw: Mapping[str, Any], key: str, origin: object, default: bool) -
 
 
 def read_number(raw: Mapping[str, Any], key: str, origin: object, default: float) -> float:
-    """Return the value of `key`, a finite number. A missing or null value means `default`."""
+    """Return the value of `key`, a finite number. A missing or null value means `default`, but
+    `rms_norm_eps` must not be null."""
     value = raw.get(key, default)
     value = default if value is None and key != "rms_norm_eps" else value
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -56,7 +59,8 @@ def read_number(raw: Mapping[str, Any], key: str, origin: object, default: float
 
 
 def read_positive_number(raw: Mapping[str, Any], key: str, origin: object, default: float) -> float:
-    """Return the value of `key`, a finite number greater than 0."""
+    """Return the value of `key`, a finite number greater than 0, with the default as in
+    `read_number`."""
     value = read_number(raw, key, origin, default)
     if value <= 0:
         raise ModelError(f"{origin}: {key} must be greater than 0, got {value:g}")
@@ -66,7 +70,8 @@ def read_positive_number(raw: Mapping[str, Any], key: str, origin: object, defau
 def read_non_negative_number(
     raw: Mapping[str, Any], key: str, origin: object, default: float
 ) -> float:
-    """Return the value of `key`, a finite number of at least 0."""
+    """Return the value of `key`, a finite number of at least 0, with the default as in
+    `read_number`."""
     value = read_number(raw, key, origin, default)
     if value < 0:
         raise ModelError(f"{origin}: {key} must be at least 0, got {value:g}")

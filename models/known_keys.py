@@ -114,8 +114,8 @@ _IGNORED_KEYS = frozenset(
         "use_mrope",
     ]
 )
-"""Keys about training, returned values, the tokenizer and generation. transformers reads generation
-settings from `generation_config.json` instead."""
+"""Keys that do not affect results. They concern training, returned values, the tokenizer, and
+generation settings, which transformers reads from `generation_config.json` instead."""
 _NEUTRAL_VALUES: Mapping[str, Any] = {
     "embedding_multiplier": 1,
     "logit_scale": 1,
@@ -171,8 +171,8 @@ def check_keys(raw: Mapping[str, Any], family: Family, origin: object) -> None:
     """Raise `UnsupportedModel` for an unknown key, because it may change what the model computes.
 
     An unknown key is accepted if its value is empty or known to have no effect, or if it starts
-    with an underscore, which marks metadata written by transformers. Nested objects are checked in
-    the same way.
+    with an underscore, which marks metadata written by transformers. The nested objects about
+    rotary embeddings and the vision tower are checked in the same way.
     """
     options = (getattr(family, field.name) for field in dataclasses.fields(family))
     allowed = (

@@ -12,6 +12,8 @@ NO_TOKEN = -1
 NOTHING_ALLOWED = -2
 """Sampling result of a row with finite logits whose request allows no token id."""
 FROZEN = -3
-"""Result of a decode row whose slot was already frozen: no token is sampled."""
+"""Result of a decode row that samples nothing, because its sequence has already sampled a token
+that stops decoding on the device."""
 MAX_FREEZE_IDS = 8
-"""Maximum number of token ids that freeze a slot when they are sampled."""
+"""Maximum number of token ids per sequence after which the device stops decoding it, without
+waiting for the host."""

@@ -83,11 +83,11 @@ class ModelConfig:
     eos_token_ids: tuple[int, ...]
     vision: VisionConfig | None = None
     has_head: bool = True
-    """True if the model has a language-modeling head. Without one, it can pool but not generate
-    tokens."""
+    """True if the model has a language-modeling head. Without one, it can only compute pooled
+    hidden states, not generate tokens."""
     scales: Scales = Scales()
     window: int | None = None
-    """Number of latest positions that a token attends to, including its own; None if there is no
+    """Number of most recent positions that a token attends to, including its own; None for no
     limit.
 
     Sequences are never longer than this, so every token attends to all tokens before it.
@@ -101,8 +101,9 @@ class ModelConfig:
     def max_context_length(self) -> int:
         """Maximum number of positions that the model supports.
 
-        If rope scaling extends the context and `max_position_embeddings` is unchanged, as in YaRN's
-        recipe, this is the original length times the factor.
+        With YaRN or linear scaling, this is at least the original length times the factor, even if
+        `max_position_embeddings` is still the original length, as in YaRN's recipe. It never
+        exceeds the window.
         """
         longest = self.max_positions
         if self.rope.kind in ("yarn", "linear"):
@@ -111,7 +112,10 @@ class ModelConfig:
 
     @property
     def default_max_length(self) -> int:
-        """Maximum length of sequences, in tokens, if the engine's options do not set one."""
+        """Maximum length of sequences, in tokens, if the engine's options do not set one.
+
+        Positions added by rope scaling count only if the configuration states the original length.
+        """
         return (
             self.max_context_length
             if self.rope.has_original_max_positions

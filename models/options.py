@@ -9,10 +9,11 @@ GRAPH_MODES = ("auto", "eager", "npugraph", "max-autotune", "reduce-overhead")
 ATTENTION_LAYOUTS = ("tnd", "bnsd")
 WEIGHT_FORMATS = ("nd", "nz")
 FusedSampling = Literal["all", "bounded_top_k", "greedy", "none"]
-"""Rows that a device's `sample_rows` supports.
+"""Rows that a device's `sample_rows` can sample.
 
-"all", "bounded_top_k" (rows without a top-k above `limits.CANDIDATES`), "greedy" (rows with
-temperature 0) or "none". Rows whose ids are masked are never supported.
+"all", "bounded_top_k" (greedy rows, and rows without a top-k or with one of at most
+`limits.CANDIDATES`), "greedy" (rows with temperature 0) or "none". Rows with masked ids, penalties
+or other logit rules are never supported.
 """
 
 

@@ -61,8 +61,8 @@ class Shard:
 
 
 def shard_of(config: ModelConfig, rank: int = 0, ranks: int = 1) -> Shard:
-    """Return the share of rank number `rank` of `ranks`. Raises `UnsupportedModel` if the model
-    cannot be divided."""
+    """Return the share of rank `rank` of `ranks`. Raises `UnsupportedModel` if the model cannot be
+    divided among that many ranks."""
     check_parallel(config, ranks)
     heads_per_rank, num_kv_heads = config.num_heads // ranks, config.num_kv_heads
     if num_kv_heads % ranks == 0:
@@ -81,7 +81,7 @@ def shard_of(config: ModelConfig, rank: int = 0, ranks: int = 1) -> Shard:
 
 def check_parallel(config: ModelConfig, ranks: int) -> None:
     """Raise `UnsupportedModel` if the model cannot be divided among `ranks` ranks. The message
-    lists the possible numbers."""
+    lists the numbers of ranks that are possible."""
     heads, kv = config.num_heads, config.num_kv_heads
     if ranks <= config.intermediate_size and _divides(heads, kv, ranks):
         return

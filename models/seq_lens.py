@@ -19,7 +19,8 @@ class HostSeqLens:
     """Length of each decode row's sequence, including its new token."""
 
     def padded_to(self, rows: int) -> HostSeqLens:
-        """Return the lengths with decode rows of length 1 appended, up to `rows` decode rows."""
+        """Return the lengths with decode rows of length 1 appended, up to `rows` decode rows.
+        `NO_SEQ_LENS` is returned unchanged."""
         missing = rows - len(self.decode_contexts)
         if not missing or self is NO_SEQ_LENS:
             return self

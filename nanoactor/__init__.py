@@ -1,7 +1,7 @@
 """nanoactor: an LLM inference engine made of actors, which share no state and exchange messages.
 
 Importing this package is cheap: its modules are loaded on first use, and torch is imported only in
-runner processes.
+the processes that run the model.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ if TYPE_CHECKING:
     """Release number; in a git checkout, followed by "+g" and the commit's hash."""
 
 RELEASE = "0.2.0"
-"""Number of the latest release, or of the next one during its preparation. pyproject.toml reads
-it."""
+"""Version of the latest release, or of the next one while it is being prepared. Read by
+pyproject.toml."""
 __all__ = [
     "LLM",
     "AsyncLLM",

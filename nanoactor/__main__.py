@@ -7,7 +7,8 @@ from nanoactor.errors import UnsupportedPlatform
 
 
 def main() -> None:
-    """Run the command line. On an unsupported platform, print the reason and exit with status 1."""
+    """Run the command-line interface. On an unsupported platform, print the reason and exit with
+    status 1."""
     try:
         check_platform()
     except UnsupportedPlatform as error:

@@ -1,8 +1,8 @@
 """Errors that users of the engine may have to catch. Each message states the cause and the fix.
 
-Lower layers do not depend on the engine, so their errors cannot derive from its base class. When
-such an error leaves the engine, `translated` converts it to a class that derives from both the
-original class and `NanoactorError`.
+The lower layers (`models` and `runtime`) do not depend on the engine, so their errors cannot derive
+from its base class. When such an error leaves the engine, `translated` converts it to a class that
+derives from both the original class and `NanoactorError`.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class EngineOverloaded(NanoactorError):
 
 
 class OutOfResources(NanoactorError):
-    """The machine has run out of a resource that the request needs: memory, threads, processes or
-    file descriptors. The request itself is valid and may succeed later."""
+    """The machine has run out of a resource that the request needs: memory, threads, processes,
+    file descriptors or disk space. The request itself is valid and may succeed later."""
 
 
 def out_of_resources(error: BaseException) -> OutOfResources:
-    """Convert an error of the operating system or of Python to one that names the exhausted
-    resource."""
+    """Convert an error of the operating system or of Python, such as `OSError` or `MemoryError`, to
+    an `OutOfResources` that states the cause."""
     if isinstance(error, OSError) and error.errno is not None:
         told = os.strerror(error.errno)  # the error's own text may name files
     else:
@@ -58,8 +58,8 @@ def out_of_resources(error: BaseException) -> OutOfResources:
 
 
 class EngineDead(NanoactorError):
-    """The engine's processes have died more often than `max_restarts` allows. Every waiting request
-    raises this error. To continue, start a new engine."""
+    """The engine's processes have died more often than `max_restarts` allows. Every unfinished
+    request fails with this error. To continue, start a new engine."""
 
 
 def engine_dead(error: BaseException) -> EngineDead:
@@ -74,9 +74,9 @@ class EngineClosed(NanoactorError):
 
 
 class ComputationFailed(NanoactorError):
-    """The request could not be completed: the model produced NaN or infinity for it, the mask for
-    its next token did not arrive in time, or it could not resume after a process had died. Other
-    requests are unaffected."""
+    """The request could not be completed: the model produced NaN or infinity for it, its grammar's
+    mask of allowed tokens did not arrive in time, or it could not resume after a process had died.
+    Other requests are unaffected."""
 
 
 class PoisonRequest(ComputationFailed):
@@ -118,7 +118,7 @@ class StartupFailed(EngineFault, runtime.StartupFailed):
 
 
 class NodeDied(EngineFault, runtime.NodeDied):
-    """A process ended although it was still needed."""
+    """A process of the engine ended while it was still needed."""
 
 
 class NotUsableHere(EngineFault, runtime.NotUsableHere):
@@ -168,8 +168,8 @@ def translated(error: BaseException) -> BaseException:
 
 @contextlib.contextmanager
 def only_ours() -> Iterator[None]:
-    """Convert errors of lower layers or of the operating system, raised in this context, to
-    `NanoactorError`."""
+    """Context manager that converts errors of the lower layers or of the operating system to
+    `NanoactorError`. Other errors pass through unchanged."""
     try:
         yield
     except Exception as error:

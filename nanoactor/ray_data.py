@@ -50,14 +50,15 @@ _AHEAD = 2
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Names of the columns that a dataset's rows are read from and the results are written to."""
+    """Names of the dataset columns from which prompts and options are read, and of the columns to
+    which results are written."""
 
     prompt: str = "prompt"
-    """Column of prompts. Each is a text, a list of chat messages, or a list of token ids."""
+    """Column of prompts. Each is a string, a list of chat messages, or a list of token ids."""
     images: str | None = None
     """Column with a list of images per row, as bytes or paths, for vision models. The prompt must
-    be a text or token ids with a placeholder for each image. Chat messages contain their images
-    themselves."""
+    then be a string or token ids with a placeholder for each image, not chat messages, which
+    contain their own images."""
     json_schema: str | None = None
     """Column with a JSON schema, as text, that constrains the row's output. Rows with an empty
     value are unconstrained."""
@@ -68,7 +69,7 @@ class Columns:
     """Column for the ids of the output tokens; None to omit it."""
     finish_reason: str = "finish_reason"
     error: str = "error"
-    """Column for the error message of a failed row. Empty text for rows that succeeded."""
+    """Column for the error message of a failed row. Empty for rows that succeeded."""
 
     def __post_init__(self) -> None:
         """Raise `InvalidConfig` for invalid or duplicate names."""
@@ -84,11 +85,12 @@ class Generate:
     """A callable for `Dataset.map_batches` that runs one engine. Ray creates one in each actor of a
     pool.
 
-    Pass `batch_format="numpy"`. Batches are processed one at a time, with up to `2 * max_num_seqs`
-    rows of the batch in flight.
+    Pass `batch_format="numpy"` to `map_batches`. Batches are processed one at a time, with at most
+    twice `max_num_seqs` rows of the batch in flight.
 
-    If a row fails, the `error` column contains the reason, and other rows are unaffected. Transient
-    errors are retried first. With `on_error="raise"`, the job fails instead.
+    Transient errors are retried up to `retries` times. If a row still fails, its `error` column
+    contains the reason, and other rows are unaffected. With `on_error="raise"`, the job fails
+    instead.
     """
 
     def __init__(
@@ -114,7 +116,8 @@ class Generate:
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Generate an output for each row. Return the batch with the output columns added."""
+        """Generate an output for each row. Return the batch with the output columns added. Raises
+        `InvalidConfig` if the batch has no prompt column."""
         names = self._columns
         if names.prompt not in batch:
             raise InvalidConfig(
@@ -196,8 +199,8 @@ async def _started(config: EngineConfig) -> AsyncLLM:
 
 
 def _leave_to_others() -> None:
-    """End this process if it is a Ray actor: Ray restarts the actor and passes its batches to other
-    actors. An exception would fail the whole job."""
+    """End this process if it is a Ray actor. Ray then restarts the actor and passes its batches to
+    other actors, whereas an exception would fail the whole job."""
     ray = sys.modules.get("ray")
     if ray is not None and ray.is_initialized() and ray.get_runtime_context().get_actor_id():
         log.error("the engine has died, so this actor ends")
@@ -221,8 +224,8 @@ def _check_errors(retries: Any, on_error: Any) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Convert a column's value to plain Python objects. Omit the None members that columns of
-    structs add to chat messages."""
+    """Convert a column's value to plain Python objects. Dict entries that are None are omitted,
+    because columns of structs add them to chat messages for missing fields."""
     if isinstance(value, np.ndarray):
         return [plain(one) for one in value.tolist()]
     if isinstance(value, np.generic):
@@ -258,9 +261,10 @@ def generate(
     """Return a dataset with the output for each row of `rows`, in the same order.
 
     `rows` is a `ray.data.Dataset`. `engines` is the number of engines to start, each with `cpus`
-    reserved CPUs. `options` are fields of `EngineConfig`. If an actor dies, it is replaced, and
-    other actors process its batches. For reproducible output in that case, give each row a seed
-    (`Columns.seed`). Raises `InvalidConfig` for invalid options or columns.
+    reserved CPUs and, if it runs on CUDA, its reserved GPUs. `options` are fields of
+    `EngineConfig`. If an actor dies, it is replaced, and other actors process its batches. For
+    reproducible output in that case, give each row a seed (`Columns.seed`). Raises `InvalidConfig`
+    for invalid options or columns.
     """
     import ray
 

@@ -1,4 +1,4 @@
-"""Shutdown of systems that the user's program dropped without closing them."""
+"""Shutdown of actor systems that the user's program dropped without closing."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 _FIRST_POLL_SECONDS, _MAX_POLL_SECONDS = 0.01, 1.0
-"""Seconds between two checks whether the loop was closed: the first interval and the longest
-one."""
+"""First and longest interval, in seconds, between checks whether the loop is closed."""
 
 
 def close_soon(
@@ -20,10 +19,11 @@ def close_soon(
     end: Callable[[], None],
     is_closed: Callable[[], bool],
 ) -> None:
-    """Schedule `close()` on a loop without waiting for it. May be called from any thread.
+    """Schedule a shutdown on a loop without waiting for it. May be called from any thread.
 
-    If the loop is already closed, call `end` instead. If the loop is closed later, before
-    `is_closed` returns True, a background thread calls `end`.
+    `close` is the shutdown as a coroutine function, and `end` is the same without a loop. If the
+    loop is already closed, `end` is called at once. If the loop is closed before the shutdown is
+    complete (`is_closed` returns True), a background thread calls `end`.
     """
 
     def watch() -> None:

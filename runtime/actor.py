@@ -2,8 +2,8 @@
 
 An actor has one mailbox and one state, and handles one message at a time. A handler is a plain
 function that changes the actor's state and sends messages. It cannot await, so it never blocks on a
-reply or on space in a ring, and no cycle of messages can deadlock. Long-running work belongs on a
-thread that the actor owns. The thread hands its result back with `Context.call_soon`.
+reply or on space in a channel, and no cycle of messages can deadlock. Long-running work belongs on
+a thread that the actor owns. The thread hands its result back with `Context.call_soon`.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ If it does, its CPU time tells work from a hang."""
 
 
 class Context:
-    """Services that the node provides to one actor: outboxes, the event loop, timers, a logger, and
-    a track for traces."""
+    """Services that a node (a process that runs actors) provides to one of its actors: outboxes,
+    the event loop, timers, a logger, and a track (timeline row) for trace spans."""
 
     def __init__(
         self,
@@ -86,19 +86,19 @@ class Context:
             ) from None
 
     def wake_others(self) -> None:
-        """Wake the other nodes early because a message will reach them soon. May be called from any
-        thread."""
+        """Wake the other nodes (processes), because a message will reach them soon. May be called
+        from any thread."""
         if self.alarm is not None:
             self.alarm.wake_others()
 
     def allow_sleep(self) -> None:
-        """Allow this node's loop to sleep again because the message that it was woken for has
-        arrived."""
+        """Allow this node's event loop to sleep again, because the message for which it was woken
+        has arrived."""
         if self.alarm is not None:
             self.alarm.allow_sleep()
 
     def new_track(self, name: str) -> Track:
-        """Return a new timeline row for a device or thread that works on the actor's behalf."""
+        """Return a new track, the timeline row of a device or thread that works for the actor."""
         track = Track(f"{self.name} {name}")
         self.tracks.append(track)
         return track
@@ -109,7 +109,7 @@ class Context:
 
     def call_soon(self, function: Callable[..., None], *arguments: Any) -> None:
         """Schedule a function on the actor's loop. May be called from any thread. An exception in
-        the function ends the node."""
+        the function ends the node (this process)."""
         self.loop.call_soon_threadsafe(self._run_guarded, function, arguments)
 
     def call_later(self, seconds: float, function: Callable[..., None]) -> asyncio.TimerHandle:
@@ -138,16 +138,17 @@ class Context:
             self._fail(error)
 
     def fail(self, error: BaseException) -> None:
-        """End the node because of an error. Must be called on the loop's thread."""
+        """End the node (this process) because of an error. Must be called on the loop's thread."""
         self._fail(error)
 
     def set_lease(self, lease: Lease) -> None:
-        """Set the lease of the message that is handled next. Called only by the mailbox."""
+        """Set the lease (permission to read in place) of the message that is handled next. Called
+        only by the mailbox."""
         self._lease = lease
 
     def owned_copy(self, message: M) -> M:
-        """Return the current message, with its arrays copied if they are views of a ring's
-        memory."""
+        """Return the current message. If its arrays are views of a channel's shared memory, return
+        a copy that owns its arrays."""
         return message if self._lease is None else copy_arrays(message)
 
     def hold_lease(self) -> Lease | None:
@@ -162,8 +163,8 @@ class Context:
 
 
 class Actor:
-    """Base class of all actors. Each actor is created in its node's process, with its configuration
-    as the only argument."""
+    """Base class of all actors. Each actor is created in the process of its node, with its
+    configuration as the only argument."""
 
     context: Context
 
@@ -212,11 +213,11 @@ class Actor:
         return True
 
     def expects_death(self) -> bool:
-        """Return True if nodes are expected to die because the request that killed earlier ones is
-        being searched for.
+        """Return True if more nodes (processes) are expected to die, because a search for the
+        request that killed earlier ones is in progress.
 
-        Expected deaths are charged to a separate restart budget. Called only on actors in the
-        user's process.
+        Expected deaths count against a separate restart budget. Called only on actors in the user's
+        process.
         """
         return False
 
@@ -224,8 +225,8 @@ class Actor:
         """Warm up the code that handles an upcoming message by running it on a stand-in for the
         actor's state.
 
-        Yields after each part so that the loop can poll for messages. Called when the node was
-        woken ahead of a message.
+        Yields after each part so that the loop can poll for messages. Called when another node has
+        woken this one ahead of a message.
         """
         return iter(())
 

@@ -25,8 +25,8 @@ _EXHAUSTED = object()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AlarmPlan:
-    """Alarm configuration of one node; picklable. The descriptors are duplicates that belong to
-    this node."""
+    """Alarm configuration of one node (process); picklable. The file descriptors are duplicates
+    that only this node uses."""
 
     bell: int
     """Eventfd that other nodes write to in order to wake this node."""
@@ -46,8 +46,8 @@ class AlarmPlan:
 
 
 def create_alarms(nodes: Sequence[str], seconds: float) -> dict[str, AlarmPlan]:
-    """Return an alarm plan for each of these nodes, by name. Each node can wake all others, and a
-    woken node stays awake for `seconds`."""
+    """Return an alarm plan for each of these nodes (processes), by name. Each node can wake all
+    others, and a woken node stays awake for `seconds`."""
     bells: dict[str, int] = {}
     plans: dict[str, AlarmPlan] = {}
     with contextlib.ExitStack() as stack:
@@ -66,8 +66,8 @@ def create_alarms(nodes: Sequence[str], seconds: float) -> dict[str, AlarmPlan]:
 
 
 class Alarm:
-    """Wakes other nodes. When another node has woken this one, keeps this node's loop polling for a
-    moment."""
+    """Alarm of one node (process). It wakes other nodes and, when another node has woken this one,
+    keeps this node's loop polling for a moment."""
 
     def __init__(
         self,
@@ -91,11 +91,11 @@ class Alarm:
         loop.add_reader(plan.bell, self._on_bell)
 
     def wake_others(self) -> None:
-        """Wake the other nodes, unless this node did so a moment ago. May be called from any
-        thread.
+        """Wake the other nodes (processes), unless this node did so a moment ago. May be called
+        from any thread.
 
-        The limit exists because under load a message is always on its way, and without it loops
-        would never sleep.
+        Under load, a message is always on its way, so without this limit the loops would never
+        sleep.
         """
         now = time.monotonic()
         if self._closed or now < self._next_wake_at:  # closed: the numbers may be reused

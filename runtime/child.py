@@ -1,5 +1,5 @@
-"""Main program of a node's child process. The process dies with its parent, ignores signals to the
-process group, and runs one event loop."""
+"""Main program of a child process, which runs the actors of one node. The process dies with its
+parent, ignores signals to the process group, and runs one event loop."""
 
 from __future__ import annotations
 

@@ -171,8 +171,8 @@ class Children:
             self._loop.call_soon_threadsafe(function, *arguments)
 
     def is_blocked(self, seconds: float) -> bool:
-        """Return True if a logging handler of the user has blocked the thread for longer than
-        `seconds`, so that no replies are received."""
+        """Return True if a logging handler of the user has blocked the thread that reads the
+        children's messages for longer than `seconds`."""
         since = self._replaying_since
         return bool(since) and time.monotonic() - since > seconds
 
@@ -195,7 +195,7 @@ class Children:
             child.send(message)
 
     def kill(self) -> None:
-        """Kill all children at once and let the thread end."""
+        """Kill all children at once, and make the thread that reads their messages end."""
         self._end_thread()
         for child in self:
             child.kill()
@@ -222,7 +222,8 @@ class Children:
             self._thread.join()
 
     def end_without_loop(self, seconds: float) -> None:
-        """Do the same as `end`, for a loop that no longer runs. Blocks until no child is left."""
+        """Stop the children like `end`, but without the event loop, which no longer runs. Blocks
+        until no child is left."""
         self._stop()
         # If a callback on that very thread drops the system, the thread must not join itself.
         if self._thread is not None and threading.current_thread() is not self._thread:
@@ -331,7 +332,7 @@ class ChildProcess:
                 self.failure = message
 
     def cut(self, plan: NodePlan) -> None:
-        """Tell the child to restart its actors with new channels between them, described by `plan`.
+        """Make the child restart its actors with new channels between them, described by `plan`.
 
         `ready` and `started` become new futures, which the restart resolves.
         """
@@ -393,7 +394,7 @@ class ChildProcess:
         return self.end_recorded.done()
 
     def record_end(self) -> None:
-        """Resolve `end_recorded`."""
+        """Record that the process has ended, which resolves the future `end_recorded`."""
         _resolve(self.end_recorded, None)
 
     def kill(self) -> None:

@@ -14,7 +14,7 @@ one message in its wire format:
 
 If a field holds an array, the msgpack part holds its dtype and shape, and the bytes are written
 straight into the transport and read in place. A small array is stored in the msgpack part instead:
-copying it twice costs less than the lease needed to read it in place, and most messages of a
+copying it twice costs less than tracking how long it is read in place, and most messages of a
 running engine are small. This module does not depend on any transport.
 """
 
@@ -126,8 +126,9 @@ def _describe(number: int, cls: type, by: str) -> Schema:
 
 
 def linked_by(cls: type) -> tuple[str, Callable[[Any], int]]:
-    """Return the name of the field by which traces link messages of a class, and a function that
-    reads this field. For a class without such a field, returns "" and a function that returns 0."""
+    """Return the name of the integer field that links spans of a message class in traces, and a
+    function that reads the field from a message. For a class without such a field, return "" and a
+    function that returns 0."""
     by = _SCHEMAS[_NUMBERS[cls]].by if cls in _NUMBERS else ""
     return by, operator.attrgetter(by) if by else _zero
 
@@ -179,8 +180,8 @@ def _is_plain(hint: Any) -> bool:
 def schema_hashes() -> dict[int, str]:
     """Return a digest of the layout of every registered message class, by message number.
 
-    Before two nodes exchange messages, they compare the digests of the classes that both have
-    registered.
+    Before two processes exchange messages, the digests of the classes that both have registered are
+    compared.
     """
     return {
         number: hashlib.blake2b(schema.text.encode(), digest_size=8).hexdigest()
@@ -295,8 +296,8 @@ def _describe_array(array: Any, arrays: list[Array], inline: int) -> Any:
 
 
 def decode(record: Any, expected_sequence: int, checksum: bool = False) -> Any:
-    """Return the message in a record. Its large arrays are read-only views that keep the buffer
-    alive.
+    """Return the message in a record. The message's large arrays are read-only views that keep the
+    record's buffer alive.
 
     Raises `RingCorrupted` if the sequence number, kind or checksum of the record is wrong, and
     `CodecError` if the msgpack part does not follow the schema. The checksum is verified only if
@@ -314,10 +315,10 @@ def decode_body(
     checksum: bool,
     offset: int,
 ) -> Any:
-    """Do the same as `decode` for a caller that has already unpacked the header.
+    """Return the message in a record, like `decode`, but with the header already unpacked.
 
-    `record` is the buffer to which array views will refer; the record itself starts at byte
-    `offset` of it. `view` is a memoryview of the same buffer.
+    `record` is a buffer that contains the record at byte `offset`. Large arrays become views of
+    this buffer. `view` is a memoryview of the same buffer.
     """
     nbytes, kind, sequence, _sent, crc, meta_length = header
     if sequence != expected_sequence or kind not in _KINDS:
@@ -386,8 +387,8 @@ def _read_array(description: Any, record: Any, at: int) -> tuple[Array, int]:
 
 
 def copy_arrays(value: M) -> M:
-    """Return a copy of a message whose arrays own their memory, so that it may be used after its
-    lease has ended."""
+    """Return a copy of a message in which all arrays own their memory. The copy stays valid after
+    the original's memory is reused."""
     schema = _SCHEMAS[_NUMBERS[type(value)]]
     fields = []
     for name, kind in zip(schema.fields, schema.kinds, strict=True):
@@ -405,8 +406,9 @@ def copy_arrays(value: M) -> M:
 
 
 def check_schema(node: str, theirs: Mapping[int, str]) -> None:
-    """Raise `SchemaMismatch` if `node`, whose digests are `theirs`, lays out a message differently
-    from this process. Classes that only one of them has registered are ignored."""
+    """Raise `SchemaMismatch` if the process of `node` lays out a message differently from this one.
+    `theirs` are the schema hashes of that process. Classes that only one process has registered are
+    ignored."""
     ours = schema_hashes()
     differing = [number for number in theirs if ours.get(number, theirs[number]) != theirs[number]]
     if differing:

@@ -126,8 +126,8 @@ class Failed:
 
     @classmethod
     def of(cls, actor: str, error: BaseException) -> Failed:
-        """Describe an exception of an actor such that the parent can report it or, if it can be
-        pickled, raise it."""
+        """Return the message about an exception that an actor raised. The parent reports the
+        exception or, if it could be pickled, raises it."""
         trace = "".join(traceback.format_exception(error))
         line = " ".join(f"{type(error).__name__}: {_text_of(error)}".split())[:_MAX_SUMMARY]
         pickled = b""

@@ -21,11 +21,12 @@ class CodecError(RuntimeFault):
 
 
 class SchemaMismatch(CodecError):
-    """Two nodes disagree about the message classes: they run different versions of the code."""
+    """Two processes disagree about the layout of a message class, because they run different
+    versions of the code."""
 
 
 class RecordTooLarge(RuntimeFault):
-    """A message is larger than its channel can carry: half the ring's capacity, or 4 GiB."""
+    """A message is larger than half its channel's capacity, or 4 GiB or more."""
 
 
 class OutboxOverflow(RuntimeFault):
@@ -38,7 +39,8 @@ class PeerBroken(RuntimeFault):
 
 
 class LeaseEscaped(RuntimeFault):
-    """An array that was read in place outlived its lease: it would read reused memory."""
+    """An array that was read in place is still in use although its lease (permission to read the
+    memory) was released. The array would soon show other data."""
 
 
 class RingCorrupted(RuntimeFault):
@@ -46,16 +48,17 @@ class RingCorrupted(RuntimeFault):
 
 
 class StartupFailed(RuntimeFault):
-    """A node did not become ready: it raised, died or missed the deadline."""
+    """A node (process) did not become ready: it raised an exception, died or missed the
+    deadline."""
 
 
 class NodeDied(RuntimeFault):
-    """A node ended while it was still needed."""
+    """A node (process) ended while it was still needed."""
 
 
 class NodeStalled(RuntimeFault):
-    """A node, or work that it waits for, made no progress for too long, and the node or the system
-    was ended."""
+    """A node (process), or work that it waits for, made no progress for too long. The node or the
+    whole system was ended."""
 
 
 class UnsupportedPlatform(RuntimeFault):

@@ -22,9 +22,9 @@ _OWN_REFERENCES = 2
 class Lease:
     """Permission to read one record in place, until `release()` is called.
 
-    An actor gets a lease from `Context.hold_lease()`. Space is freed in the order in which records
-    arrived, so holding a lease also keeps the space of all later records occupied. Not thread-safe:
-    release it on the node's loop.
+    An actor obtains a lease from `Context.hold_lease()`. Space is freed in the order in which
+    records arrived, so an unreleased lease also keeps the space of all later records occupied. Not
+    thread-safe: release it on the node's loop.
     """
 
     __slots__ = ("_buffer", "_retire", "released")
@@ -35,7 +35,7 @@ class Lease:
         self.released = False
 
     def release(self) -> None:
-        """Give the record's space back to the ring. A second call does nothing.
+        """Return the record's space to the ring. A second call does nothing.
 
         Raises `LeaseEscaped` if a view of the record is still alive.
         """

@@ -1,7 +1,7 @@
 """Mailboxes, which receive an actor's messages and call its handlers.
 
-Messages from actors of the same node are passed by reference. Messages from other nodes are read in
-place in the ring.
+Messages from actors of the same node (process) are passed by reference. Messages from other nodes
+are read in place in a ring in shared memory.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Mailbox:
         return Port(self, self._context.track, source)
 
     def put(self, port: Port, message: Any) -> None:
-        """Queue a message from an actor of the same node. Its handler runs from the loop, never
+        """Queue a message from an actor of the same process. Its handler runs from the loop, never
         inside the sender's handler."""
         self._local.append((time.monotonic_ns(), port, message))
         self._high_water = max(self._high_water, len(self._local))
@@ -72,8 +72,9 @@ class Mailbox:
             self._fatal(error)
 
     def deliver(self, port: Port, message: Any, lease: Lease | None, sent: int) -> bool:
-        """Handle a message from another node at once. `lease` is None if the message owns its
-        memory; `sent` is the send time in ns. Return True if the handler keeps the lease."""
+        """Handle a message from another node (process) at once. `lease` is the permission to read
+        the message in place, or None if the message owns its memory. `sent` is the send time in ns.
+        Return True if the handler keeps the lease."""
         if lease is None:
             self.handle(port, message, sent)
             return False
@@ -115,8 +116,8 @@ class Mailbox:
 
 
 class Port:
-    """The point at which messages from one sender enter a mailbox, so that traces can name the
-    sender."""
+    """Receiving end of a mailbox for the messages of one sender. Each sender has its own port, so
+    that traces can name the sender."""
 
     def __init__(self, mailbox: Mailbox, track: Track, source: str) -> None:
         self._mailbox = mailbox
@@ -129,11 +130,13 @@ class Port:
         self._mailbox.put(self, message)
 
     def deliver(self, message: Any, lease: Lease | None, sent: int) -> bool:
-        """Handle a message from another node; return True if the handler keeps the lease."""
+        """Handle a message from another node (process). Return True if the handler keeps `lease`,
+        the permission to read the message in place."""
         return self._mailbox.deliver(self, message, lease, sent)
 
     def kind_of(self, cls: type) -> int:
-        """Return the span kind number under which the track records messages of this class."""
+        """Return the number of the span kind that traces use for messages of this class from this
+        sender."""
         return self._kind_and_reader(cls)[0]
 
     def number_of(self, message: Any) -> int:
@@ -170,8 +173,8 @@ class DelayedDelivery:
         self._waiting: deque[tuple[float, Any, int]] = deque()
 
     def __call__(self, message: Any, lease: Lease | None, sent: int) -> bool:
-        """Queue a message for delayed delivery. Returns False because it keeps no lease: arrays
-        that are read in place are copied."""
+        """Queue a message for delayed delivery. Arrays that are read in place are copied, so that
+        no lease is kept, and the result is always False."""
         if lease is not None:
             message = copy_arrays(message)
         due = self._loop.time() + self._random.random() ** 3 * self._seconds

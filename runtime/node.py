@@ -25,8 +25,8 @@ from nanoactor.runtime.transport import Deliver, Receiver, ReceiverEnd, SenderEn
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodePlan:
-    """What one node (a process that runs actors) needs to know of the topology, with the channel
-    ends that it must open; picklable."""
+    """The part of the topology that one node (a process that runs actors) needs, with the channel
+    ends that the node must open; picklable."""
 
     name: str
     actors: tuple[ActorSpec, ...]
@@ -62,8 +62,8 @@ class NodePlan:
 
 
 class Node:
-    """A running node, which is the actors of one process: it creates them, opens their channels,
-    and then starts the message flow."""
+    """The actors of one process, with their mailboxes and channels. The user's process and each
+    child process have one node."""
 
     def __init__(self, plan: NodePlan, on_failure: Callable[[str, BaseException], None]) -> None:
         """`on_failure` is called once, with the actor's name and the error, when an actor's error
@@ -120,8 +120,8 @@ class Node:
         return self._ready
 
     def start(self, loop: asyncio.AbstractEventLoop, ready: Mapping[str, ReadyInfo]) -> None:
-        """Open the edges, start the actors, then receive messages. `ready` holds the record of
-        every actor in the system, by actor name."""
+        """Open the edges (channels), start the actors, then receive messages. `ready` holds the
+        record of every actor in the system, by actor name."""
         self._open_alarm(loop)
         for spec in self.plan.actors:
             self._open_mailbox(spec, loop, ready)
@@ -142,7 +142,8 @@ class Node:
         return all(actor.may_stay_awake() for actor in self.actors.values())
 
     def expects_death(self) -> bool:
-        """Return True if one of the actors expects nodes to die (see `Actor.expects_death`)."""
+        """Return True if an actor expects nodes to die, because it is searching for the request
+        that kills them."""
         return any(actor.expects_death() for actor in self.actors.values())
 
     def _rehearse(self) -> Iterator[object]:
@@ -243,15 +244,15 @@ class Node:
         return fail
 
     def break_edges(self, reason: str) -> None:
-        """Mark the channels to other nodes as broken after a death. From then on, sending on them
-        raises `PeerBroken`."""
+        """Mark the channels to other nodes (processes) as broken after one has died. From then on,
+        sending on these channels raises `PeerBroken`."""
         self._failed = True
         for _, outbox in self._remote:
             outbox.mark_broken(reason)
 
     def statistics(self) -> dict[str, dict[str, Any]]:
         """Return, by actor name, the statistics of the actor's node, of the actor itself, and of
-        its mailbox, outboxes and incoming edges."""
+        its mailbox, outboxes and incoming channels."""
         figures: dict[str, dict[str, Any]] = {}
         node = {"name": self.plan.name, "cpu_seconds": time.process_time()}
         if self._alarm is not None:
@@ -285,7 +286,8 @@ class Node:
         return NodeTrace(self.plan.name, tracks, cpu, time.monotonic_ns())
 
     def activity(self, begin: int, width: int, bins: int) -> dict[str, NDArray[np.float32]]:
-        """Return the busy fraction (0 to 1) of each track in each of `bins` intervals.
+        """Return the busy fraction (0 to 1) of each track (timeline row) in each of `bins`
+        intervals, by track name.
 
         The intervals start at `begin` and are `width` long, both in ns of the monotonic clock. Each
         value is a float32 array of length `bins`.
@@ -304,7 +306,7 @@ class Node:
         return list(self.actors.items()) if self._is_running else []
 
     def stop(self) -> None:
-        """Stop the actors in reverse order of their start, then close the edges."""
+        """Stop the actors in reverse order of their start, then close the channels."""
         self._failed = True
         for actor in reversed(self.actors.values()):
             actor.stop()

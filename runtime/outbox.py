@@ -31,17 +31,17 @@ class Outbox(Protocol):
 
     @property
     def ready(self) -> bool:
-        """True if a message would be sent at once. On a paced edge, the reader must also have read
-        every message, and the sending actor must have no unread messages.
+        """True if a message would be sent at once. On an edge declared as paced, the readers must
+        also have read every message, and the sending actor must have no unread messages.
 
-        An actor that can merge messages holds them back until the outbox is ready. Once this
-        property has returned False, `Actor.on_ready` is called when the outbox becomes ready, so
-        the actor should read it only when it has something to send.
+        An actor that can merge messages keeps them until the outbox is ready. Once this property
+        has returned False, `Actor.on_ready` is called when the outbox becomes ready, so the actor
+        should read it only when it has something to send.
         """
 
     def statistics(self) -> dict[str, int]:
-        """Return the number of messages, bytes and sends that found no room, the current queue
-        depth, and the highest one."""
+        """Return the numbers of sent messages and bytes, the number of sends that found no room
+        (`waits`), and the current and the highest queue depth."""
 
 
 class RemoteOutbox:
@@ -70,10 +70,11 @@ class RemoteOutbox:
         self._inputs: list[Receiver] = []
         self._track = track
         self._kinds: dict[type, tuple[int, Callable[[Any], int]]] = {}
-        """By message class: the kind number of its spans, and the function that reads a message's
-        linking number."""
+        """By message class: the number of its span kind, and a function that reads the number with
+        which traces link a message's spans."""
         self._queued: deque[tuple[Encoded, int, int, int]] = deque()
-        """Queued messages: (encoded message, kind number, linking number and begin of its span)."""
+        """Queued messages, each with the properties of its span: (encoded message, number of the
+        span kind, linking number, begin in ns)."""
         self._high_water = 0
         self._broken = ""
 
@@ -119,8 +120,8 @@ class RemoteOutbox:
 
     @property
     def ready(self) -> bool:
-        """True if no message is queued and, on a paced edge, the reader has read every record and
-        the actor has no unread messages."""
+        """True if no message is queued. If the outbox is paced, its readers must also have read
+        every record, and its actor must have no unread messages."""
         if self._queued:
             return False
         return not self._paced or bool(self._broken) or self._has_caught_up()
@@ -159,8 +160,8 @@ class RemoteOutbox:
         self._sender.close()
 
     def statistics(self) -> dict[str, int]:
-        """Return the number of messages, bytes and sends that found no room, the current queue
-        depth, and the highest one."""
+        """Return the numbers of sent messages and bytes, the number of sends that found no room
+        (`waits`), and the current and the highest queue depth."""
         return _as_dict(self._sender.statistics, len(self._queued), self._high_water)
 
 

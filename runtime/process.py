@@ -61,8 +61,8 @@ def ignore_group_signals() -> None:
 def occupy_standard_descriptors() -> None:
     """Open /dev/null for each of the descriptors 0 to 2 that is closed.
 
-    Otherwise, the next ring or socket would get that number, and text printed to standard error
-    would be written into it.
+    Without this, the next ring or socket could become descriptor 2, and text printed to standard
+    error would be written into it.
     """
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(descriptor, True)

@@ -1,8 +1,8 @@
 """The portable transport, which sends records through a pipe with a thread at either end.
 
-It replaces `multiprocessing.Queue`, whose named semaphores would remain after SIGKILL, for one
-writer and one reader per pipe. It copies every record twice and wakes two threads. It serves
-platforms without memfd and is a baseline for benchmarks.
+Each pipe has one writer and one reader. `multiprocessing.Queue` is not used, because its named
+semaphores would remain after SIGKILL. Every record is copied twice, and two threads are woken. The
+transport serves platforms without memfd, and is a baseline for benchmarks.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from nanoactor.runtime.transport import Deliver, EdgeStatistics, Fatal
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QueueSenderEnd:
-    """The writing ends of the pipes, one pipe per reader, before a process opens them;
-    picklable."""
+    """Picklable description of the pipes' writing ends, one pipe per reader, for the process that
+    will open them."""
 
     pipes: tuple[int, ...]
     capacity: int
@@ -49,7 +49,7 @@ class QueueSenderEnd:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class QueueReceiverEnd:
-    """The reading end of one pipe, before a process opens it; picklable."""
+    """Picklable description of one pipe's reading end, for the process that will open it."""
 
     pipe: int
     debug: bool
@@ -73,8 +73,8 @@ def create_queue(
 ) -> tuple[QueueSenderEnd, list[QueueReceiverEnd]]:
     """Create one pipe per reader, and return the writing ends and one reading end per reader.
 
-    `capacity` is the maximum number of bytes that are queued in the writer for each reader, like a
-    ring's capacity. `debug` adds a checksum to every record.
+    `capacity` is the maximum number of bytes that the writer queues for each reader. `debug` adds a
+    checksum to every record.
     """
     pairs = [os.pipe() for _ in range(readers)]
     receivers = [QueueReceiverEnd(reading, debug) for reading, _ in pairs]
@@ -98,8 +98,8 @@ class QueueSender:
         return self._end.capacity // 2
 
     def try_send(self, encoded: Encoded) -> bool:
-        """Queue one record for every reader. Return False if some reader's queue has no room for
-        it.
+        """Queue one record for every reader. Return False, without queueing it, if some reader's
+        queue has no room.
 
         Raises `RecordTooLarge` if the record is larger than half the capacity.
         """
@@ -126,8 +126,8 @@ class QueueSender:
         return any(writer.waiting for writer in self._writers)
 
     def when_writable(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-        """Call `callback` once, on the loop, after the pipe with the most queued bytes has taken
-        another record."""
+        """Call `callback` once, on the loop, after a record was written to the pipe with the most
+        queued bytes, or soon if no bytes are queued."""
         max(self._writers, key=lambda writer: writer.waiting).when_written(loop, callback)
 
     def close(self) -> None:

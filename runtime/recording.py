@@ -6,8 +6,8 @@ reproduces that run, as often as needed. A successful replay proves that the act
 inputs.
 
 The file starts with one pickle: the actor's specification and the records that all actors published
-when they were ready. Replay only files that you trust. Entries follow, each with a header, the
-edge's label, and the message in its wire format.
+when they were ready. Entries follow, each with a header, the edge's label, and the message in its
+wire format. Replay only files that you trust, because unpickling can execute code.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ than handling and sending."""
 
 
 class Recorder:
-    """Writes the recording of one actor to `<directory>/<actor>.recording`."""
+    """Writer of one actor's recording, the file `<directory>/<actor>.recording`."""
 
     def __init__(self, directory: str, spec: ActorSpec, ready: Mapping[str, ReadyInfo]) -> None:
         path = Path(directory, f"{spec.name}.recording")
@@ -63,7 +63,7 @@ class Recorder:
         return {cls: recorded(handler) for cls, handler in handlers.items()}
 
     def on_ready(self, call: Callable[[Outbox], None]) -> Callable[[Outbox], None]:
-        """Return the callback, wrapped so that each call is recorded before it is made."""
+        """Return `call`, wrapped so that each call is recorded before it is made."""
 
         def recorded(outbox: Outbox) -> None:
             self.write(ON_READY, outbox.label)
@@ -93,8 +93,8 @@ class RecordedOutbox:
 
     @property
     def ready(self) -> bool:
-        """Readiness of the underlying outbox. It is an input of the actor, so each reading is
-        recorded."""
+        """Readiness of the underlying outbox. Each reading is recorded, because the actor's
+        decisions may depend on it."""
         ready = self._outbox.ready
         self._recorder.write(READY if ready else NOT_READY, self.label)
         return ready
@@ -169,12 +169,13 @@ def _describe(entry: Entry) -> str:
 
 
 class _RecordingEnded(Exception):
-    """The recording ends without an end event, for example because its process was killed."""
+    """The recording ends without an end event, for example because the recorded process was
+    killed."""
 
 
 class _Script(dict[str, Outbox]):
-    """The recorded events in order, and outboxes, by label, that compare the actor's behavior with
-    them."""
+    """The recorded events in order. As a dict, it maps each label to an outbox that compares the
+    replayed actor's behavior with these events."""
 
     def __init__(self, name: str, entries: Iterator[Entry]) -> None:
         self.name = name

@@ -1,5 +1,5 @@
-"""Bookkeeping for the recovery from node deaths: reports of deaths, a budget of restarts, and
-limits on restart times."""
+"""Bookkeeping for the recovery from deaths of nodes (processes): reports of deaths, a budget of
+restarts, and limits on restart times."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ DIED = "node %s has died and is being replaced: %s"
 """Format of the log message for each death: node and error."""
 _FIRST_DELAY, _MAX_DELAY = 0.1, 5.0
 _EXPECTED_BUDGET_FACTOR = 8
-"""Factor on the restart budget for deaths that are expected (see `Actor.expects_death`)."""
+"""Factor on the restart budget for deaths that are expected during the search for a request that
+kills nodes."""
 _START_TIME_FACTOR, _MIN_START_SECONDS = 5.0, 10.0
 """Time limit in seconds for a node's restart: `_START_TIME_FACTOR` times its first start, plus
 `_MIN_START_SECONDS` or, if shorter, `stall_timeout`."""
@@ -39,8 +40,9 @@ class Death:
 
 
 class RestartBudget:
-    """Limit on the number of restarts within a time window. The first restart is immediate. Each
-    later one waits twice as long as the one before, at most 5 seconds."""
+    """Limit on the number of restarts within a time window. The first restart is immediate. The
+    second one is delayed by 0.1 seconds, and each later one twice as long as the one before, up to
+    5 seconds."""
 
     def __init__(self, limit: int, window: float) -> None:
         """Allow `limit` restarts within `window` seconds."""
@@ -67,7 +69,8 @@ class RestartBudget:
 
     @property
     def spent(self) -> int:
-        """Number of recorded deaths in the window that ended with the latest death."""
+        """Number of deaths that count against the budget. Deaths older than the window are removed
+        only when `spend` is called."""
         return len(self._deaths)
 
     def delay(self) -> float:
@@ -78,8 +81,8 @@ class RestartBudget:
 
 
 class Deaths:
-    """The node deaths of a system: errors of nodes to replace, deaths to report, and the remaining
-    restart budget."""
+    """The deaths of a system's nodes (processes): errors of nodes to replace, deaths to report, and
+    the remaining restart budget."""
 
     def __init__(self, limit: int, window: float) -> None:
         """Allow `limit` unexpected deaths, and eight times as many expected ones, within `window`
@@ -93,7 +96,8 @@ class Deaths:
         """Number of times that each node was replaced, by node name."""
 
     def record(self, death: Death, error: BaseException, now: float, *, expected: bool) -> bool:
-        """Record a death at time `now`, in seconds. Return False if it exceeds the budget.
+        """Record a death at time `now`, in seconds. Return False, without recording it, if the
+        budget is exhausted.
 
         `expected` is True if an actor is searching for the request that kills nodes. Such deaths
         have a larger budget of their own.
@@ -105,8 +109,8 @@ class Deaths:
         return True
 
     def report(self, on_cut: Callable[[Sequence[Death]], int]) -> None:
-        """Pass all unreported deaths to `on_cut`. Refund as many deaths as it returns, because
-        their cause is gone."""
+        """Pass all unreported deaths to `on_cut`, which returns the number of latest deaths with a
+        cause that is gone. Remove that many deaths from the restart budgets."""
         deaths, self._unreported = self._unreported, []
         explained = on_cut(deaths)
         self._budget.refund(explained - self._expected.refund(explained))
@@ -133,10 +137,10 @@ def details(error: BaseException) -> str:
 
 
 def start_limit(own_start: float, stall_timeout: float | None) -> float:
-    """Return the time in seconds within which a node must restart.
+    """Return the time in seconds within which a node (process) must restart.
 
-    The first start of the node took `own_start` seconds. `StartWatch` counts only part of the time
-    in which the node computes.
+    The first start of the node took `own_start` seconds. `StartWatch` counts only a tenth of the
+    time in which the node computes.
     """
     minimum = (
         _MIN_START_SECONDS if stall_timeout is None else min(stall_timeout, _MIN_START_SECONDS)
@@ -145,8 +149,9 @@ def start_limit(own_start: float, stall_timeout: float | None) -> float:
 
 
 class StartWatch:
-    """Time limits for restarting nodes. Time in which a node uses its CPU counts only a tenth, as
-    in `StallDetector`: a node on a busy machine is slow, but a hanging node does not compute."""
+    """Time limits on the restarts of nodes (processes). While a node uses its CPU, only a tenth of
+    the time counts: on a busy machine a healthy node may be slow, whereas a hanging node does not
+    compute."""
 
     def __init__(self, limits: Mapping[str, float]) -> None:
         """`limits` is the time limit of each node in seconds, by node name."""

@@ -52,8 +52,8 @@ def ring_capacity(largest_record: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RingSenderEnd:
-    """The writing end of a ring before a process opens it: the memory, and an (items, space) pair
-    of eventfds for each reader; picklable."""
+    """Picklable description of a ring's writing end, for the process that will open it: the memory,
+    and an (items, space) pair of eventfds for each reader."""
 
     memory: int
     events: tuple[tuple[int, int], ...]
@@ -77,8 +77,8 @@ class RingSenderEnd:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RingReceiverEnd:
-    """The reading end of a ring before a process opens it: the memory and this reader's own
-    eventfds; picklable."""
+    """Picklable description of a ring's reading end, for the process that will open it: the memory
+    and this reader's own eventfds."""
 
     memory: int
     items: int
@@ -132,7 +132,8 @@ def create_ring(
 
 
 class RingSender:
-    """Writes records into the ring, and tracks how much space each reader has credited."""
+    """Sender that writes records into a ring, and tracks how many bytes each reader has released
+    for reuse."""
 
     def __init__(self, end: RingSenderEnd) -> None:
         self.statistics = EdgeStatistics()
@@ -146,8 +147,8 @@ class RingSender:
         self._written = 0
         self._credited = [0] * len(end.events)
         self._reusable = self._capacity
-        """Position up to which the writer may write: the credit of the slowest reader plus the
-        capacity."""
+        """Position up to which the writer may write: the number of bytes that the slowest reader
+        has released, plus the capacity."""
         self._sequence = 0
         self._waiting: tuple[asyncio.AbstractEventLoop, Callable[[], None]] | None = None
 
@@ -191,8 +192,8 @@ class RingSender:
         return True
 
     def _collect_credits(self) -> None:
-        """Read the credits of all readers. In debug mode, overwrite the space that has become
-        reusable."""
+        """Read how many bytes each reader has released. In debug mode, overwrite the space that has
+        become reusable."""
         for index, space in enumerate(self._spaces):
             with contextlib.suppress(BlockingIOError):
                 self._credited[index] += os.eventfd_read(space)
@@ -209,13 +210,13 @@ class RingSender:
             start += size
 
     def has_unread(self) -> bool:
-        """Return True if some reader has not credited all records yet."""
+        """Return True if some reader has not released all records yet."""
         if min(self._credited) < self._written:
             self._collect_credits()
         return min(self._credited) < self._written
 
     def when_writable(self, loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-        """Call `callback` once, on the loop, after a reader has credited space."""
+        """Call `callback` once, on the loop, after a reader has released space."""
         if self._waiting is None:
             self._waiting = (loop, callback)
             for space in self._spaces:
@@ -246,7 +247,8 @@ class RingSender:
 
 
 class RingReceiver:
-    """Reads records in place, and credits their space to the writer in order."""
+    """Receiver that reads records in place in a ring, and releases their space to the writer in
+    order."""
 
     def __init__(self, end: RingReceiverEnd) -> None:
         self.statistics = EdgeStatistics()
@@ -259,7 +261,8 @@ class RingReceiver:
         self._unread_records = 0
         """Number of records that the writer has announced and that have not been read yet."""
         self._held: deque[list[int]] = deque()
-        """[end position, 1 if released else 0] of each record whose space is not credited yet."""
+        """[end position, 1 if released else 0] of each record that was not reported to the writer
+        as reusable yet."""
         self._released_until = 0
         """Position up to which all records have been released."""
         self._credited = 0
@@ -275,7 +278,7 @@ class RingReceiver:
 
     @property
     def backlog(self) -> int:
-        """Number of records that were announced and have not been read yet."""
+        """Number of records that the writer has announced and this reader has not read yet."""
         return self._unread_records
 
     def when_drained(self, callback: Callable[[], None]) -> None:
@@ -383,7 +386,8 @@ class RingReceiver:
             self._credit()
 
     def _credit(self) -> None:
-        """Credit the writer with all space up to the first record that is not released."""
+        """Report to the writer that it may reuse all space up to the first record that is not
+        released."""
         credited = self._released_until
         while self._held and self._held[0][1]:
             credited = self._released_until = self._held.popleft()[0]

@@ -1,5 +1,5 @@
-"""Detection of stalled nodes from ping replies. This is pure logic: time and CPU time are passed
-in.
+"""Detection of stalled nodes (processes) from ping replies. This is pure logic: time and CPU time
+are passed in.
 
 A node is alive while its loop answers pings. Work outside its loop, on a device for example, is
 judged by the `Progress` that its actors report.
@@ -32,12 +32,12 @@ _COMPUTING_CPU_SHARE = 0.05
 
 def is_computing(used: float, passed: float) -> bool:
     """Return True if a process that used `used` seconds of CPU time within `passed` seconds counts
-    as computing."""
+    as computing: more than 5% of one CPU."""
     return used > _COMPUTING_CPU_SHARE * passed
 
 
 def silence_divisor(computes: bool) -> float:
-    """Return the divisor for silent time: time counts only a tenth while a node computes."""
+    """Return the divisor of a node's silent time: 10 while the node computes, else 1."""
     return _COMPUTING_FACTOR if computes else 1.0
 
 
@@ -59,8 +59,8 @@ class _Work:
 
 
 class StallDetector:
-    """Detects stalled nodes while the system has work. The caller pings all nodes and calls `tick`
-    at intervals."""
+    """Detector of stalled nodes (processes), used while the system has work. The caller pings all
+    nodes and calls `tick` at intervals."""
 
     def __init__(self, nodes: Iterable[str], timeout: float) -> None:
         """`timeout` is the time in seconds after which a node that shows no activity must have been
@@ -96,8 +96,8 @@ class StallDetector:
     def tick(self, now: float, cpu_seconds: Mapping[str, float]) -> Stall | None:
         """Advance time to `now`, in seconds, and return a `Stall` if a node has stalled, else None.
 
-        `cpu_seconds` is the CPU time of each node's process. The caller pings every node
-        afterwards.
+        `cpu_seconds` is the CPU time of each node's process, by node name. After a call that
+        returns None, the caller must ping every node.
         """
         # More than two intervals mean that this process was paused.
         since = now if self._last_tick is None else self._last_tick

@@ -1,5 +1,5 @@
-"""The supervisor, which starts the nodes of a topology, detects and recovers from their deaths, and
-ends them.
+"""The supervisor, which starts the nodes (processes) of a topology, detects and recovers from their
+deaths, and ends them.
 
 It runs in the user's process and on the user's event loop, where a pidfd becomes readable when a
 child has died. It installs no signal handlers.
@@ -43,8 +43,8 @@ _KILL_SECONDS = 5.0
 
 
 class System:
-    """A running topology. It may be used only in the process and on the event loop in which it was
-    started."""
+    """The actors of a topology, running in child processes and in the user's process. A system may
+    be used only in the process and on the event loop in which it was started."""
 
     def __init__(
         self,
@@ -100,11 +100,11 @@ class System:
         """Record that each actor published when it became ready, by actor name."""
 
     async def start(self) -> None:
-        """Start every node and wait until all of them are ready.
+        """Start every node (process) and wait until all of them are ready.
 
-        If an actor's setup fails, raises the actor's exception if its class is `picklable`,
-        otherwise `StartupFailed` with the name of the actor or node and the traceback. In either
-        case, all processes have ended by then.
+        If an actor's setup fails, raises the actor's exception if its class is marked as
+        `picklable`, otherwise `StartupFailed` with the name of the actor or node and the traceback.
+        In either case, all processes have already ended.
         """
         if self._loop is not None:
             raise RuntimeFault("a system can start only once; create a new one")
@@ -194,8 +194,8 @@ class System:
     # -- deaths ---------------------------------------------------------------------------
 
     async def _recover(self) -> None:
-        """Replace dead nodes until none is left. Each attempt restarts all nodes with new channels
-        between them."""
+        """Replace dead nodes (processes) until none is left. Each attempt restarts the actors of
+        all nodes with new channels between them."""
         begin = time.monotonic()
         while self._deaths.victims and self._dead is None and not self._closing:
             self.recovering = ", ".join(self._deaths.victims), begin
@@ -315,9 +315,9 @@ class System:
         return True
 
     def _kill_groups(self, dead: ChildProcess) -> None:
-        """Kill all nodes that belong to a group, whichever node has died. They may be waiting for
-        one another and could not stop by themselves, so their ends do not count as failures of
-        their own."""
+        """Kill every node that belongs to a group, whichever node has died, because such nodes may
+        be waiting for one another and cannot stop by themselves. They are replaced, but their
+        deaths do not count against the restart budget."""
         for child in self._children:
             if child.group and not child.has_ended:
                 child.is_collateral = True
@@ -391,15 +391,15 @@ class System:
     async def trace(self, since: int = 0) -> list[NodeTrace]:
         """Collect the actors' spans that ended after `since`, in ns of the monotonic clock.
 
-        Each track keeps only its latest spans. Nodes that do not answer within 5 seconds are left
-        out.
+        Each track (timeline row) keeps only its latest spans. Nodes that do not answer within 5
+        seconds are left out.
         """
         ours = self._running_node.trace(since)
         return [ours, *await self._ask(control.Query("trace", (since,)), 5.0)]
 
     async def activity(self, begin: int, width: int, bins: int) -> dict[str, NDArray[np.float32]]:
-        """Return the busy fraction (0 to 1) of each track in each of `bins` intervals, by track
-        name.
+        """Return the busy fraction (0 to 1) of each track (timeline row) in each of `bins`
+        intervals, by track name.
 
         The intervals start at `begin` and are `width` long, both in ns of the monotonic clock.
         Nodes that do not answer within one second are left out.
@@ -465,7 +465,8 @@ class System:
         self._on_death(error)
 
     async def close(self) -> None:
-        """Stop every node, in reverse order of their start, and wait until all have ended.
+        """Stop the nodes (processes) in reverse order of their start, and wait until all have
+        ended.
 
         Concurrent calls wait for the same shutdown. In a process forked from the one that started
         the system, this does nothing.
@@ -484,8 +485,8 @@ class System:
         await asyncio.shield(self._closed)
 
     def end(self) -> None:
-        """Stop every node without the event loop, which no longer runs. Blocks until all have
-        ended."""
+        """Stop every node (process) without the event loop, which no longer runs. Blocks until all
+        have ended."""
         is_closing_elsewhere = self._closing and self._closed is None
         if os.getpid() != self._pid or is_closing_elsewhere or self._stopped:
             return
@@ -495,7 +496,8 @@ class System:
         self._stop_node()
 
     def abandon(self) -> None:
-        """Kill every node without waiting for the end. May be called from any thread."""
+        """Kill every child process without waiting until it has ended. May be called from any
+        thread."""
         if self._loop is None or os.getpid() != self._pid or self._closed is not None:
             return
         self._children.kill()

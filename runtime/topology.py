@@ -1,5 +1,5 @@
-"""The declared structure of a system: actors, the nodes in which they run, and the edges between
-them.
+"""The declared structure of a system: actors, the nodes (processes) in which they run, and the
+edges (one-way channels) between them.
 
 Everything is declared and validated before anything starts. Each edge has one writer. Edges whose
 traffic is not bounded by a protocol must not form a cycle, so no cycle of full outboxes can grow
@@ -97,7 +97,8 @@ class EdgeSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Topology:
-    """All actors, nodes and edges of a system. Nodes start together and stop in reverse order."""
+    """All actors, nodes (processes) and edges (channels) of a system. Nodes start together and stop
+    in reverse order."""
 
     actors: tuple[ActorSpec, ...]
     nodes: tuple[NodeSpec, ...]
@@ -127,8 +128,8 @@ class Topology:
         self._check_cycles()
 
     def _check_targets_on_one_side(self, edge: EdgeSpec) -> None:
-        """Raise `TopologyError` if an edge has targets both in the source's node and in other
-        nodes, as such an edge would need two outboxes."""
+        """Raise `TopologyError` if an edge has targets both in the source's node (process) and in
+        other nodes. Such an edge would need two outboxes."""
         remote = [target for target in edge.targets if self.crosses_nodes(edge.source, target)]
         if remote and len(remote) < len(edge.targets):
             raise TopologyError(
@@ -156,7 +157,7 @@ class Topology:
         return next(node.name for node in self.nodes if actor in node.actors)
 
     def crosses_nodes(self, source: str, target: str) -> bool:
-        """Return True if two actors run in different nodes."""
+        """Return True if two actors run in different nodes (processes)."""
         return self.node_of(source) != self.node_of(target)
 
 

@@ -41,7 +41,7 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TrackTrace:
-    """Snapshot of one track's spans."""
+    """Snapshot of the spans of one track (timeline row)."""
 
     track: str
     node: str
@@ -56,7 +56,8 @@ class TrackTrace:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class NodeTrace:
-    """Snapshot of all tracks of one node, and the CPU time of its process."""
+    """Snapshot of all tracks (timeline rows) of one node, and the CPU time of the node's
+    process."""
 
     node: str
     tracks: list[TrackTrace]
@@ -67,8 +68,8 @@ class NodeTrace:
 
 
 class Track:
-    """Ring buffer of spans. Every actor has one; a device or thread that works for the actor may
-    have another."""
+    """Ring buffer of the spans on one timeline row. Every actor has one. A device or thread that
+    works for the actor may have another."""
 
     def __init__(self, name: str, capacity: int = CAPACITY) -> None:
         self.name = name
@@ -159,7 +160,8 @@ class IntervalSet:
         return int(self._covered[-1]) if len(self._covered) else 0
 
     def covered_before(self, times: Any) -> NDArray[np.float64]:
-        """Return, for each of `times`, the length in ns that the set covers before it."""
+        """Return, for each of `times`, the total length in ns of the intervals before that time. A
+        time inside an interval counts the part before it."""
         if not len(self._boundaries):
             return np.zeros(np.shape(times))
         values: NDArray[np.float64] = np.interp(times, self._boundaries, self._covered)

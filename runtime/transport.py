@@ -16,8 +16,9 @@ from nanoactor.runtime.codec import Encoded
 from nanoactor.runtime.lease import Lease
 
 Deliver = Callable[[Any, Lease | None, int], bool]
-"""Function that handles one message. Its arguments are the message, the lease under which the
-message is read (None if it owns its memory), and its send time in ns of the monotonic clock.
+"""Function that handles one message. Its arguments are the message, a lease (permission to read the
+message's arrays in place; None if the message owns its memory), and the send time in ns of the
+monotonic clock.
 
 It returns True if the handler keeps the lease. If it returns False, the receiver releases the lease
 at once.
@@ -49,7 +50,7 @@ class Sender(Protocol):
     """Send time of the latest record, in ns of the monotonic clock."""
     inline: int
     """Largest size in bytes of arrays that are sent inside the msgpack part. It is 0 in debug mode,
-    so that every array is read in place and an escape from a lease is detected."""
+    so that every array is read in place, and its use after release is detected."""
 
     @property
     def max_record(self) -> int:
@@ -94,7 +95,7 @@ class Receiver(Protocol):
 
 
 class SenderEnd(Protocol):
-    """The writing end of a channel before a process opens it; picklable."""
+    """Picklable description of a channel's writing end, for the process that will open it."""
 
     @property
     def descriptors(self) -> tuple[int, ...]:
@@ -108,7 +109,7 @@ class SenderEnd(Protocol):
 
 
 class ReceiverEnd(Protocol):
-    """The reading end of a channel before a process opens it; picklable."""
+    """Picklable description of a channel's reading end, for the process that will open it."""
 
     @property
     def descriptors(self) -> tuple[int, ...]:

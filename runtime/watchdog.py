@@ -1,6 +1,6 @@
-"""The watchdog, which pings every node at intervals and reports a stalled one.
+"""The watchdog, which pings every node (process) at intervals and reports a stalled one.
 
-The decision whether a node has stalled is in `runtime.stall`.
+`runtime.stall` decides whether a node has stalled.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ _STACKS_FRACTION = 0.25
 async def kill_late(
     children: Children, limits: Mapping[str, float], give_up: Callable[[ChildProcess, str], None]
 ) -> None:
-    """Call `give_up` for each node that does not restart within its limit, in seconds (see
-    `StartWatch`). Such a node hangs, and nothing else watches it during a restart.
+    """Call `give_up(child, description)` for each child process that does not restart within its
+    limit. Nothing else detects a process that hangs during a restart. `limits` are in seconds, by
+    node name. While a process uses its CPU, only a tenth of the time counts.
 
     Runs until it is cancelled.
     """
@@ -44,8 +45,8 @@ async def kill_late(
 
 
 class Watchdog:
-    """Periodic check of all nodes, on the running loop, from its creation until `stop` is
-    called."""
+    """Periodic check of all nodes (processes) for stalls. It runs on the event loop from its
+    creation until `stop` is called."""
 
     def __init__(
         self,

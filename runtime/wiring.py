@@ -1,4 +1,5 @@
-"""Creation of a topology's rings and queues, and their assignment to the nodes that open them."""
+"""Creation of a topology's channels, which are rings or queues, and their assignment to the nodes
+(processes) that open them."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ from nanoactor.runtime.transport import ReceiverEnd, SenderEnd
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Options:
-    """Options of a system that are independent of its topology."""
+    """Options of a `System` that do not depend on its topology, such as the transport and time
+    limits."""
 
     transport: Literal["ring", "queue"] = "ring"
     """Transport that carries messages between nodes."""
@@ -50,8 +52,8 @@ class Options:
 
 
 def wire(topology: Topology, options: Options) -> dict[str, NodePlan]:
-    """Create the channels of every edge between different nodes, and return the plan of each node,
-    by node name."""
+    """Create a channel for every edge between different nodes (processes). Return, by node name,
+    each node's plan, which lists its actors and channel ends."""
     actors = {actor.name: actor for actor in topology.actors}
     alarms = _create_alarms(topology, options)
     plans = {

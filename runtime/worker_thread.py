@@ -1,5 +1,5 @@
-"""A worker thread for calls into libraries that release the GIL, which would otherwise block an
-event loop."""
+"""A worker thread for long calls into libraries that release the GIL. On an event loop's thread,
+such calls would block the loop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LAST_WORK = 1.0
 
 
 class WorkerThread:
-    """Executes work items in order on one thread, which starts with the first item."""
+    """Thread that executes work items in order. It starts with the first item."""
 
     def __init__(self, name: str) -> None:
         """`name` is the name of the thread."""

@@ -2,7 +2,7 @@
 
     python -m nanoactor.models.demo.train --out models/demo
 
-Takes one or two minutes on a data-center GPU, some hours on a laptop's CPU. The corpus
+Takes one or two minutes on a data-center GPU, and some hours on a laptop's CPU. The corpus
 (`tinyshakespeare`, 1.1 MB, public domain) is stored next to this file. Two kinds of samples
 are mixed: windows of running text, for `nanoactor generate`, and speeches formatted as
 ChatML turns, for `nanoactor chat`. Needs transformers (test extra).
@@ -125,8 +125,8 @@ def sample_batch(
 
 @torch.no_grad()
 def held_out_loss(model: torch.nn.Module, ids: torch.Tensor, length: int, device: str) -> float:
-    """Return the mean cross-entropy of the model on the held-out text, in nats per token. The text
-    is split into windows of `length` tokens."""
+    """Return the mean cross-entropy of the model on held-out text, in nats per token. `ids`,
+    (tokens,), are split into windows of `length` tokens."""
     model.eval()
     windows = ids[: len(ids) // length * length].view(-1, length).to(device)
     total = 0.0
@@ -140,8 +140,8 @@ def held_out_loss(model: torch.nn.Module, ids: torch.Tensor, length: int, device
 
 
 def add_dropout(model: torch.nn.Module, probability: float) -> None:
-    """Add residual dropout to the model. Qwen3 has none, but a model trained on one megabyte of
-    text overfits without it."""
+    """Add dropout to the embeddings and to the output of each part of a layer. Qwen3 has none, but
+    a model trained on one megabyte of text overfits without it."""
 
     def drop(module: torch.nn.Module, _inputs: object, output: torch.Tensor) -> torch.Tensor:
         return F.dropout(output, probability, module.training)

@@ -33,7 +33,7 @@ SEED = HELD_OUT_SEED + 1
 
 
 def zero_level(model: Any, level: int) -> RemovableHandle:
-    """Replace the output of a deepstack level by zeros until the handle is removed."""
+    """Replace the output of a deepstack level by zeros, until the returned handle is removed."""
 
     def zero(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
         return torch.zeros_like(output)
@@ -44,7 +44,7 @@ def zero_level(model: Any, level: int) -> RemovableHandle:
 
 def swap_positions(model: Any) -> RemovableHandle:
     """Swap the row and column components of the decoder's positions, int64 (3, prompts, length),
-    until the handle is removed."""
+    until the returned handle is removed."""
 
     def swap(module: torch.nn.Module, inputs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         x, positions = inputs
@@ -82,8 +82,8 @@ def swap_pictures(reader: Reader, groups: Sequence[Questions]) -> dict[str, floa
 
 
 def ablate(reader: Reader, device: str, count: int) -> dict[str, Any]:
-    """Measure all ablations on `count` pictures and `count` pairs of pictures. Return the report as
-    a dict for JSON."""
+    """Measure all ablations on `count` single pictures and `count` pairs, where `count` is a
+    multiple of 25. Return the report as a dict for JSON."""
     renderer = Renderer(SEED, device)
     groups = list(held_out(renderer, count))
     pairs = list(held_out_pairs(renderer, count))

@@ -103,15 +103,17 @@ def held_out(
     plain: bool = False,
     chat: bool = False,
 ) -> Iterator[Questions]:
-    """Yield `count` questions about one picture each, in groups of 25 pictures of equal size."""
+    """Yield groups of 25 questions about one picture each, with pictures of equal size in a group.
+    `count`, the total number of questions, is a multiple of 25."""
     for _ in range(count // 25):
         pictures = renderer.draw(25, max_digits, plain=plain)
         yield Questions([pictures], encode_prompt(1, READ[0], chat), pictures.texts())
 
 
 def held_out_pairs(renderer: Renderer, count: int, chat: bool = False) -> Iterator[Questions]:
-    """Yield `count` questions about two pictures, in groups of 25. The groups ask alternately about
-    the first and about the second picture."""
+    """Yield groups of 25 questions about two pictures each. The groups ask alternately about the
+    first and about the second picture. `count`, the total number of questions, is a multiple of
+    25."""
     for index in range(count // 25):
         pictures = [renderer.draw(25, MAX_DIGITS, plain=False) for _ in PAIR]
         asked_index = index % 2
@@ -127,8 +129,8 @@ def fraction_true(flags: Sequence[bool]) -> float:
 def evaluate(reader: Reader, device: str) -> dict[str, Any]:
     """Measure how a checkpoint reads held-out pictures, and return the report as a dict for JSON.
 
-    It contains the shares of exact answers in transformers, and the share of answers that the
-    training code's forward pass reproduces.
+    It contains the shares of answers that are exact when transformers runs the checkpoint, and the
+    share of these answers that the training code's forward pass reproduces.
     """
     renderer = Renderer(HELD_OUT_SEED, device)
     same_answers: list[bool] = []
@@ -169,7 +171,8 @@ def evaluate(reader: Reader, device: str) -> dict[str, Any]:
 
 
 def describe(device: str) -> str:
-    """Return the name of the training device, for the report."""
+    """Return a description of the training device for the report: the GPU's name, or the CPU's
+    number of threads and architecture."""
     if device == "cpu":
         return f"{torch.get_num_threads()} threads, {platform.machine()}"
     return torch.cuda.get_device_name(device)

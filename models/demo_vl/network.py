@@ -42,15 +42,15 @@ def tower_rotation(
 
 
 def rotate(x: torch.Tensor, rotation: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
-    """Apply a rotary embedding to the last dimension of `x`, whose halves contain the paired
-    values."""
+    """Apply a rotary embedding to the last dimension of `x`, in which the first half is paired with
+    the second."""
     first, second = x.chunk(2, dim=-1)
     return x * rotation[0] + torch.cat((-second, first), dim=-1) * rotation[1]
 
 
 def embed_patches(visual: Any, pixels: torch.Tensor) -> torch.Tensor:
-    """Return embeddings with positions, (pictures, patches, hidden), of pixels (pictures, height,
-    width, 3).
+    """Return the sum of patch and position embeddings, (pictures, patches, hidden), of `pixels`,
+    (pictures, height, width, 3).
 
     Both frames of a patch are the same picture, so the weights are summed over time.
     """

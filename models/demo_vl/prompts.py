@@ -34,20 +34,21 @@ class Phase:
     max_digits: int
     """Maximum number of digits in a picture."""
     plain: float
-    """Share of batches whose pictures have one white digit in each black cell of 32 pixels."""
+    """Share of batches whose pictures have white digits on black, each in a cell of 32 x 32
+    pixels."""
     until: float
     """Share of the total training time at which the phase ends at the latest."""
     pass_loss: float
     """Mean loss per answer token below which the phase ends early."""
     pairs: float = 0.0
-    """Share of batches whose prompts have two pictures."""
+    """Share of batches in which the prompts have two pictures."""
     chats: float = 0.0
-    """Share of batches whose prompts are formatted with the chat template."""
+    """Share of batches in which the prompts are formatted with the chat template."""
 
 
 def make_tokenizer() -> Tokenizer:
-    """Create a tokenizer with one token per byte, whose id is the byte's value, and the special
-    tokens."""
+    """Create a tokenizer that has one token per byte, with the byte's value as its id, and the
+    special tokens."""
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     hidden = [byte for byte in range(256) if byte not in visible]
     characters = {byte: chr(byte) for byte in visible}
@@ -63,7 +64,7 @@ def make_tokenizer() -> Tokenizer:
 @functools.cache
 def encode_prompt(pictures: int, question: str, chat: bool) -> tuple[int, ...]:
     """Return the token ids of a prompt that has one placeholder for each of `pictures` pictures,
-    followed by the question."""
+    followed by the question. If `chat` is True, it is formatted with the chat template."""
     if chat:
         content = [{"type": "image"}] * pictures + [{"type": "text", "text": question}]
         messages = [{"role": "user", "content": content}]
@@ -86,7 +87,7 @@ class Layout:
 
     def positions(self, length: int) -> torch.Tensor:
         """Return the positions in time, row and column of the first `length` tokens, int64 (3,
-        length). Positions after the prompt are those of text."""
+        length). Tokens after the prompt have positions as text tokens do."""
         positions = torch.empty(3, length, dtype=torch.int64)
         index = position = 0
         for span, (rows, columns) in zip(self.spans, self.sizes, strict=True):
@@ -116,8 +117,8 @@ def lay_out(prompt: Sequence[int], sizes: Sequence[tuple[int, int]]) -> Layout:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Batch:
-    """Training inputs: prompts of equal length that differ in their pictures and in the text after
-    them."""
+    """Training inputs: prompts with answers, padded to equal length. The prompts have the same
+    layout up to the last picture."""
 
     pictures: Sequence[Pictures]
     """For each placeholder, the pictures of all prompts."""
@@ -136,8 +137,8 @@ def make_batch(
     chosen: torch.Tensor,
     answers: torch.Tensor,
 ) -> Batch:
-    """Return a batch in which each row is one of `prompts` followed by an answer. The prompts must
-    be equal up to the last picture.
+    """Return a batch in which each row is one of `prompts` followed by an answer, with padding on
+    the right. The prompts must be equal up to the last picture.
 
     `chosen` is the index of each row's prompt, int64 (rows,). `answers` contains token ids, int64
     (rows, size), padded with `IGNORED`.
@@ -158,8 +159,8 @@ def make_batch(
 
 
 def answer_ids(digits: torch.Tensor) -> torch.Tensor:
-    """Return the token ids of digits, int64 (rows, 3), followed by the end of turn, as int64 (rows,
-    4). Unused entries are `IGNORED`."""
+    """Return the token ids, int64 (rows, 4), of `digits`, int64 (rows, 3), with an end-of-turn
+    token after the last digit of each row. Unused entries are `IGNORED`."""
     end = (digits != NO_DIGIT).sum(1, keepdim=True)
     ids = torch.cat((digits + ord("0"), torch.zeros_like(end)), dim=1)
     column = torch.arange(ids.shape[1], device=digits.device)

@@ -85,8 +85,8 @@ class Pictures:
 
 
 class Renderer:
-    """Draws random pictures. All random numbers come from the CPU, so the pictures do not depend on
-    the device."""
+    """Draws random pictures. All random numbers are generated on the CPU, so the pictures do not
+    depend on the device."""
 
     def __init__(self, seed: int, device: str) -> None:
         self._generator = torch.Generator().manual_seed(seed)
@@ -95,14 +95,14 @@ class Renderer:
         self._masks = self._glyphs.masks.to(device)
 
     def chance(self) -> float:
-        """Return a random number between 0 and 1."""
+        """Return a random number from the uniform distribution over 0 to 1."""
         return float(self._rand())
 
     def draw(self, count: int, max_digits: int, *, plain: bool) -> Pictures:
-        """Draw `count` pictures of the same random size, with 1 to `max_digits` digits each. More
-        digits are more likely.
+        """Draw `count` pictures of the same random size, with 1 to `max_digits` digits each, but at
+        most one digit per 32 pixels of width. Higher numbers of digits are more likely.
 
-        If `plain` is True, the pictures have one digit in each cell, white on black.
+        If `plain` is True, the digits are white on black, each in its own cell of 32 x 32 pixels.
         """
         height, width = self._size(max_digits, plain)
         digits = self._digits(count, min(max_digits, width // CELL))
@@ -127,8 +127,8 @@ class Renderer:
         return HEIGHTS[int(self.chance() * len(HEIGHTS))], WIDTHS[int(width)]
 
     def _digits(self, count: int, max_digits: int) -> torch.Tensor:
-        """Return random digits for each picture, with `NO_DIGIT` after the last one, int64 (count,
-        3)."""
+        """Return 1 to `max_digits` random digits for each picture, with `NO_DIGIT` after the last
+        one, int64 (count, 3)."""
         weights = torch.arange(1.0, max_digits + 1)
         counts = 1 + torch.multinomial(weights, count, replacement=True, generator=self._generator)
         digits = torch.randint(10, (count, MAX_DIGITS), generator=self._generator)
@@ -137,7 +137,8 @@ class Renderer:
     def _in_cells(
         self, digits: torch.Tensor, height: int, width: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Place each digit near the middle of its own cell. Return the same as `_anywhere`."""
+        """Place each digit near the middle of its own cell. Return font sizes and pen positions as
+        `_anywhere` does."""
         count = len(digits)
         sizes = torch.full((count,), FONT_SIZES.index(PLAIN_FONT_SIZE))
         boxes = self._glyphs.boxes[sizes[:, None], digits]
@@ -152,7 +153,7 @@ class Renderer:
         """Place a line of digits with random font size and spacing at a random position.
 
         Returns the index of the font size, int64 (count,), and the pen positions in pixels, int64
-        (count, 3, 2), x before y. Without the extra spacing, Pillow would draw the same line.
+        (count, 3, 2), x before y. Apart from the random spacing, Pillow would draw the same line.
         """
         count, counts = len(digits), (digits != NO_DIGIT).sum(1)
         boxes, advances = self._glyphs.boxes[:, :NO_DIGIT], self._glyphs.advances
@@ -176,8 +177,8 @@ class Renderer:
         height: int,
         width: int,
     ) -> torch.Tensor:
-        """Draw glyphs with their ink at `corners`. Return the ink coverage (0 to 255), float32
-        (count, height, width)."""
+        """Draw each glyph with the top left corner of its ink at `corners`, (count, 3, 2). Return
+        the ink coverage (0 to 255), float32 (count, height, width)."""
         side = self._masks.shape[-1]
         sizes, digits, corners = (t.to(self._device) for t in (sizes, digits, corners))
         ink = torch.zeros(len(digits), height, width, device=self._device)

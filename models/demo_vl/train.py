@@ -2,11 +2,11 @@
 
     python -m nanoactor.models.demo_vl.train --output models/demo_vl
 
-Takes minutes on a data-center GPU, about an hour on two CPU cores. Pictures contain one to three
-digits and are drawn during training. The curriculum goes from one white digit to three colored ones
-and prompts with two pictures. A phase ends when its target loss is reached or its share of the time
-is spent. At the end, transformers loads the checkpoint and answers questions about pictures from
-another seed. The results are printed as JSON. Needs transformers (test extra).
+Takes minutes on a data-center GPU, and about an hour on two CPU cores. Pictures contain one to
+three digits and are drawn during training. The curriculum goes from one white digit to three
+colored ones and prompts with two pictures. A phase ends when its target loss is reached or its
+share of the time is spent. At the end, transformers loads the checkpoint and answers questions
+about pictures from another seed. The results are printed as JSON. Needs transformers (test extra).
 """
 # ruff: noqa: T201
 
@@ -113,7 +113,7 @@ class Trainer:
 
     @property
     def spent(self) -> float:
-        """Elapsed share of the time limit, from 0 to 1."""
+        """Elapsed time as a share of the time limit, which may exceed 1 at the end."""
         return (time.monotonic() - self._start_time) / (60 * float(self._args.minutes))
 
     def run(self) -> None:
@@ -123,8 +123,9 @@ class Trainer:
             self._run_phase(phase, 1.0 if last else phase.until, last)
 
     def _run_phase(self, phase: Phase, until: float, is_last: bool) -> None:
-        """Train until the phase is passed or its time is up. In the last phase, the learning rate
-        decays."""
+        """Train until the elapsed share of the time limit reaches `until`, or the loss of the
+        answers falls below `phase.pass_loss`. The last phase uses all of its time, and its learning
+        rate decays."""
         start = self.spent
         parameters = [*self.model.parameters(), *self._head.parameters()]
         window: list[torch.Tensor] = []
@@ -185,7 +186,7 @@ def save(model: Model, out: Path) -> None:
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Return the command line arguments, with defaults that depend on the device."""
+    """Return the command-line arguments, with defaults that depend on the device."""
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=Path(__file__).parent)

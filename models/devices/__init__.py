@@ -63,7 +63,7 @@ def _open_cpu() -> Device:
 
 
 def _detect_device() -> str:
-    """Return the fastest available kind of device: "cuda", "npu" or "cpu"."""
+    """Return the first kind of device that is available: "cuda", "npu" or "cpu", in this order."""
     if torch.cuda.is_available():
         return "cuda"
     if importlib.util.find_spec("torch_npu") is None:

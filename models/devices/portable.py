@@ -137,8 +137,12 @@ class PortableOperators:
     def _advance(
         self, tables: SlotTables, rows: DecodeRows, buffers: RowBuffers, ids: torch.Tensor
     ) -> torch.Tensor:
-        """Compute the inputs of all decode rows. Return the slot that each row writes to, int32
-        (rows,), which is the dummy slot for frozen rows."""
+        """Compute the inputs of all decode rows. Return the slot (index of the block table) to
+        which each row writes, int32 (rows,).
+
+        Rows of frozen slots (stopped by one of their `freeze_ids`) write to the last slot, which is
+        a dummy.
+        """
         slots, continues = rows.slots, rows.positions < 0
         if not len(slots):
             return slots
@@ -176,8 +180,8 @@ class PortableOperators:
         slot_mapping.copy_(blocks.long() * size + positions % size)
 
     def plan(self, scratch: Any, batch: AttentionBatch) -> AttentionBatch:
-        """Return the batch with a plan that contains the cache blocks of each row, according to the
-        lengths known on the host."""
+        """Return the batch with a plan that contains the cache blocks of each row. The number of
+        blocks follows from the lengths that the host knows."""
         lengths, size = batch.lengths, batch.block_size
         prefills, first = [], 0
         if lengths.prefill_tokens:
@@ -330,8 +334,8 @@ class PortableOperators:
     def attention(
         self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
     ) -> torch.Tensor:
-        """Return the attention output of all rows. Each prefill row is computed separately; decode
-        rows are computed together over padded block tables."""
+        """Return the attention output of all rows. Prefill rows are computed one at a time, and
+        decode rows all together, over padded block tables."""
         plan: PortablePlan = batch.plan
         output = torch.empty_like(queries)
         for row in plan.prefills:

@@ -65,23 +65,23 @@ weights float32 (tokens, top_k) to (tokens, hidden)."""
 
 @runtime_checkable
 class HasMatrix(Protocol):
-    """A linear operator whose weight can be used by whole-step operators."""
+    """A linear operator with a weight that `WholeSteps` can use."""
 
     @property
     def bias(self) -> torch.Tensor | None:
         """Bias, (outputs,), or None if there is none."""
 
     def matrix(self) -> Matrix | None:
-        """Return the weight, or None if whole-step operators cannot read its layout."""
+        """Return the weight, (outputs, inputs), or None if `WholeSteps` cannot read its layout."""
 
 
 @runtime_checkable
 class HasExpertMatrices(Protocol):
-    """A mixture-of-experts operator whose weights can be used by whole-step operators."""
+    """A mixture-of-experts operator with weights that `WholeSteps` can use."""
 
     def matrices(self) -> tuple[Matrix, Matrix] | None:
         """Return (gate and up projections of all experts, down projections of all experts), or None
-        if whole-step operators cannot read their layout."""
+        if `WholeSteps` cannot read their layout."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,7 +110,7 @@ class WholeStep(NamedTuple):
 
 
 class WholeSteps(Protocol):
-    """Operators that run a whole decode step each, for certain numbers of rows."""
+    """Operators that each run a whole decode step, with a certain number of rows."""
 
     def run(
         self,
@@ -123,14 +123,13 @@ class WholeSteps(Protocol):
         """Queue a decode step and return its results, or None if no operator supports this number
         of rows.
 
-        `buffers` contains the inputs computed by `BatchOperators.advance`, and `slots`, int32
-        (rows,), the slot of each row. Logits are written to `logits_out` if it is not None. The
-        next step overwrites the results.
+        `buffers` contains the inputs computed by `BatchOperators.advance`. `slots`, int32 (rows,),
+        is the index of each row's block table in `tables`, int32 (slots, blocks). Logits are
+        written to `logits_out` if it is not None. The next step overwrites the results.
         """
 
     def raise_if_stopped(self) -> None:
-        """Raise an error that describes the failure if a step has stopped because of an internal
-        error."""
+        """Raise an error that describes the failure if a step has stopped itself."""
 
 
 ForwardFunction = Callable[[ForwardInputs], torch.Tensor]
@@ -160,12 +159,12 @@ class DeviceTraits:
     """Dtype that `dtype="auto"` selects if the checkpoint's own dtype is slow on this device."""
     default_block_size: int
     default_memory_utilization: float
-    """Fraction of the memory that is free at startup which weights and KV cache may use."""
+    """Fraction of the initially free memory that the weights and the KV cache may use."""
     shared_memory: bool = False
     """True if all ranks on a host use the same memory."""
     asynchronous: bool = True
-    """True if calls only queue work. If False, a call returns only once its work is done, and the
-    warm-up runs a small step, because a step of maximum size may take minutes."""
+    """True if calls only queue work. If False, a call returns once its work is done. The warm-up
+    then runs only a small step, because a step of maximum size may take minutes."""
     allows_any_thread: bool = False
     """True if work may be queued from any thread, though only from one at a time."""
     captures_graphs: bool = False
@@ -178,13 +177,13 @@ class DeviceTraits:
     needs_host_seq_lens: bool = True
     """True if `BatchOperators.plan` reads `AttentionBatch.lengths`."""
     min_rows_for_runs: int = 1 << 30
-    """Minimum number of rows of a decode step that may contain a run: several rows of one slot at
-    distinct positions. In such a step, a row reads keys and values that other rows of the run
-    write."""
+    """Minimum number of rows of a decode step that may contain several rows of one sequence, at
+    distinct positions. In such a step, the later rows read keys and values that the earlier ones
+    write. The default allows no such steps."""
     deep_pipeline: bool = False
-    """True if an additional step in flight costs only negligible memory."""
+    """True if queueing one more step in advance costs only negligible memory."""
     keeps_logits: bool = False
-    """True if the logits of constrained rows are kept instead of their hidden states, because
+    """True if logits, not hidden states, are kept for rows with a mask of allowed ids, because
     reading the language-modeling head again costs more than the memory for the logits."""
     publishes_ids: bool = False
     """True if a step can write its token ids to host memory by itself."""
@@ -240,7 +239,7 @@ class Runtime(Protocol):
         """Capture the work that `function` queues, for sequence lengths up to `lengths`.
 
         Call this within `stream`, after `function` has run once. Captures share memory, so the
-        largest one must come first. Up to `in_flight` replays may be in flight at a time. Raises
+        largest one must come first. Up to `in_flight` replays may be queued at a time. Raises
         `RuntimeError` if the device cannot capture the work.
         """
 
@@ -332,17 +331,17 @@ class Operators(Protocol):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Sequence[int]
     ) -> torch.Tensor:
         """Return the attention output of `q`, (tokens, heads, head_dim), in the same shape, without
-        cache and mask.
+        a cache or a causal mask.
 
-        `segments` is the length in tokens of each of the consecutive segments. Tokens attend only
-        to their own segment.
+        `segments` contains the lengths of consecutive segments in tokens. Tokens attend only to
+        their own segment.
         """
 
     def whole_steps(
         self, config: ModelConfig, weights: ModelWeights, sizes: Sequence[int], block_size: int
     ) -> WholeSteps | None:
-        """Return operators for whole decode steps of those numbers of rows in `sizes` that support
-        them, or None if none does.
+        """Return operators for whole decode steps, for those numbers of rows in `sizes` that the
+        device supports, or None if it supports none.
 
         A failure is logged along with its effect on performance.
         """
@@ -353,7 +352,8 @@ class BatchOperators(Protocol):
     that are indexed by slot (a sequence's index), and no step waits for the host."""
 
     def dummy_blocks(self, rows: int, block_size: int) -> int:
-        """Return the number of dummy blocks to which `rows` padding rows write."""
+        """Return the number of cache blocks that must be reserved as a target for the writes of
+        `rows` padding rows."""
 
     def tokens_per_program(self, heads: int, kv_heads: int) -> int:
         """Return the number of prompt tokens that one program of the prefill kernel processes. This
@@ -365,13 +365,13 @@ class BatchOperators(Protocol):
     def advance(
         self, tables: SlotTables, rows: DecodeRows, buffers: RowBuffers, ids: torch.Tensor
     ) -> None:
-        """Compute the inputs of each decode row into `buffers`, and store the row's token id at its
-        cache position in `ids`, int32 (cache positions,).
+        """Write the inputs of each decode row to `buffers`, and the row's token id to its cache
+        position in `ids`, int32 (cache positions,).
 
-        A row whose position is -1 continues its slot (a sequence's index): it adds one to the
-        slot's length, unless the slot is the dummy. It also freezes the slot if the slot's last
-        token is one of the slot's `freeze_ids`. A row that continues a frozen slot gets the dummy
-        slot's cache position and does not change the length.
+        A row with position -1 computes the next position of its slot (a sequence's index) and adds
+        one to the slot's length. If the slot's last token is one of its `freeze_ids`, the row
+        freezes the slot instead. Rows that continue a frozen slot write to the dummy slot, the last
+        one, and do not change the length. The length of the dummy slot stays 0.
         """
 
     def fill_slot_mapping(
@@ -390,17 +390,17 @@ class BatchOperators(Protocol):
     def sample_rows(self, inputs: FusedSamplingInputs) -> None:
         """Sample a token for each row with the parameters of its slot.
 
-        `DeviceTraits.fused_sampling` specifies the supported rows; results of other rows are
-        ignored. Ids are written to `inputs.sampled_ids` and to the table of last tokens. For frozen
-        slots, `sampled_ids` gets `limits.FROZEN`.
+        `DeviceTraits.fused_sampling` specifies the supported rows. The caller ignores the results
+        of other rows. Ids are written to `inputs.sampled_ids` and to the table of last tokens. If a
+        slot is frozen (stopped by one of its `freeze_ids`), the id is `limits.FROZEN`.
         """
 
     def sample_masked_rows(self, inputs: FusedSamplingInputs, masks: torch.Tensor) -> None:
-        """Choose tokens as `sample_rows` does, but from logits stored by slot, (slots, vocabulary),
-        and only among allowed ids.
+        """Choose tokens as `sample_rows` does, but only among allowed ids, and from logits that are
+        stored by slot (a sequence's index), (slots, vocabulary).
 
-        `masks`, int32 (rows, words), has one bit per id. Rows whose mask allows no id get
-        `limits.NOTHING_ALLOWED`. Called only if `DeviceTraits.keeps_logits` is True.
+        `masks`, int32 (rows, words), has one bit per id. If a row's mask allows no id, the result
+        is `limits.NOTHING_ALLOWED`. Called only if `DeviceTraits.keeps_logits` is True.
         """
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:

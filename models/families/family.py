@@ -10,15 +10,15 @@ from nanoactor.models.layers.kinds import AttentionSpec, LayerSpec, MLPSpec, Nor
 from nanoactor.models.model_config import ModelConfig
 
 Option = bool | str
-"""A fixed value for all models of a family, or the key of a flag in `config.json`, which is false
-if missing."""
+"""A boolean for all models of a family, or the key of a boolean in `config.json`, which is false if
+missing."""
 
 LayerFactory = Callable[[ModelConfig], tuple[LayerSpec, ...]]
 
 
 def dense_layers(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    """Return the descriptions of a dense model's layers: identical layers of attention and
-    SwiGLU."""
+    """Return the layer descriptions of a dense model, in which all layers have the same attention
+    and SwiGLU feed-forward part."""
     norm = NormSpec(config.rms_norm_eps)
     attention = AttentionSpec(
         qk_norm=norm if config.qk_norm else None,
@@ -62,15 +62,15 @@ class Family:
     logits_divisor: str | None = None
     """Key of the number by which logits are divided."""
     sliding_window: str | None = None
-    """Key of the number of latest positions that a token attends to in every layer. A value of null
-    means all positions."""
+    """Key of the window size: the number of most recent positions that a token attends to, in every
+    layer. A null value means no limit."""
     default_window: int | None = None
-    """Number of latest positions that a token attends to if the key is missing."""
+    """Window size if the key is missing."""
     read_options: Callable[[Mapping[str, Any], object], object] | None = None
-    """Function that reads options of this family only, which `layers` uses, from the decoder's part
-    of `config.json`.
+    """Function that reads the options that only this family has, for use by `layers`.
 
-    Its second argument names the file in error messages. It raises `ModelError`.
+    Its arguments are the decoder's part of `config.json` and the file's name for error messages. It
+    raises `ModelError` for invalid values.
     """
     option_keys: frozenset[str] = frozenset()
     """Keys of this family that `read_options` reads, or that do not affect results."""

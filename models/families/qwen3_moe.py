@@ -22,7 +22,8 @@ from nanoactor.models.model_config import ModelConfig
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertOptions:
-    """Options of `config.json` that determine which layers have experts, and which experts."""
+    """Options of `config.json` that determine which layers have experts, and the experts' sizes and
+    routing."""
 
     spec: FeedForwardSpec
     """Feed-forward part of the layers that have experts."""
@@ -37,8 +38,9 @@ def read_expert_options(
 ) -> ExpertOptions:
     """Return the options about experts in `raw`, the decoder's part of `config.json`.
 
-    `renormalize` is the default of `norm_topk_prob`. `transposed` is passed on to `ExpertsSpec`.
-    Raises `ModelError` if values are invalid; `origin` names the file in the message.
+    `renormalize` is the default of `norm_topk_prob`. `transposed` is True if the checkpoint stores
+    the experts of a layer as (experts, inputs, outputs). Raises `ModelError` if values are invalid;
+    `origin` names the file in the message.
     """
     counts = [key for key in ("num_experts", "num_local_experts") if raw.get(key) is not None]
     if len({raw[key] for key in counts}) > 1:

@@ -36,7 +36,8 @@ HEADLESS_FAMILIES: dict[str, Family] = {
     for name, family in FAMILIES.items()
     if name.endswith(_HEAD_SUFFIX)
 }
-"""Families by the architecture name of their decoders without a head, as `AutoModel` saves them."""
+"""Families by the architecture name that `AutoModel` writes when it saves the decoder without a
+head."""
 
 
 def family_of(architecture: str) -> Family:
@@ -55,7 +56,7 @@ def family_of(architecture: str) -> Family:
 
 
 def layers_of(config: ModelConfig) -> tuple[LayerSpec, ...]:
-    """Return the description of each layer of a model."""
+    """Return the descriptions of a model's layers, in order."""
     return family_of(config.architecture).layers(config)
 
 

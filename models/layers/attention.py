@@ -15,8 +15,8 @@ from nanoactor.models.weights.linear import Part, Projection
 
 
 class Attention:
-    """Attention with its projections: query, key and value projection, optional head norms,
-    rotation, cache write, attention, and output projection."""
+    """The attention part of a layer: query, key and value projections, optional norms of query and
+    key heads, rotation, cache write, attention, and output projection."""
 
     def __init__(self, spec: AttentionSpec, context: LayerContext, prefix: str) -> None:
         config, shard, name = context.config, context.shard, f"{prefix}.{spec.name}"
@@ -24,7 +24,8 @@ class Attention:
         size = self._head_dim = config.head_dim
         self._device, self.scale = context.device, size**-0.5 if spec.scale is None else spec.scale
         self.is_plain = spec.scale is None and spec.rotary_dim is None
-        """True if `LayerWeights` can describe this attention."""
+        """True if `LayerWeights` can describe this attention to operators that run a whole decode
+        step."""
         inner = config.num_heads * size
         parts = (
             _separate_parts(context, name)
@@ -75,7 +76,8 @@ def _separate_parts(context: LayerContext, name: str) -> tuple[Part, ...]:
 
 
 def _fused_parts(spec: AttentionSpec, context: LayerContext, name: str) -> tuple[Part, ...]:
-    """Return the query, key and value projections as parts of one stored tensor."""
+    """Return the query, key and value projections as parts of the one tensor in which they are
+    stored."""
     config, shard, size = context.config, context.shard, context.config.head_dim
     heads, kv_heads = config.num_heads, config.num_kv_heads
     outputs, group = (heads + 2 * kv_heads) * size, heads // kv_heads

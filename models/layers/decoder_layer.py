@@ -58,11 +58,11 @@ class DecoderLayer:
         return x if self._residual_scale == 1.0 else x * self._residual_scale
 
     def weights(self) -> LayerWeights | None:
-        """Return the layer's weight tensors, or None if `LayerWeights` cannot describe the layer
-        completely.
+        """Return the weight tensors for operators that run a whole decode step, or None if
+        `LayerWeights` cannot describe the layer completely.
 
-        It has no fields for some kinds of parts, for device-specific layouts of matrices, and for
-        some biases.
+        `LayerWeights` has no fields for some kinds of parts, for device-specific layouts of
+        matrices, and for some biases.
         """
         attention, feed_forward = self._mixer, self._feed_forward
         if not isinstance(attention, Attention) or not attention.is_plain or not self._is_plain:
@@ -114,8 +114,8 @@ def _projections_of(
 
 
 def _feed_forward_of(part: FeedForward) -> _ProjectionPair | None:
-    """Return the matrices of a feed-forward part or of its experts, or None as in
-    `_projections_of`."""
+    """Return the matrices of a feed-forward part or of its experts, or None if `LayerWeights`
+    cannot describe the part."""
     if isinstance(part, Experts):
         operator = part.operator
         matrices = operator.matrices() if isinstance(operator, HasExpertMatrices) else None

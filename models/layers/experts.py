@@ -14,7 +14,7 @@ from nanoactor.models.weights.linear import Dense, ExpertWeights, Part, Projecti
 
 
 class Experts:
-    """A float32 router, and SwiGLU experts, of which each token uses a few.
+    """A mixture of SwiGLU experts, with a float32 router that chooses some of them for each token.
 
     Each rank has a part of every expert's inner dimension, and the ranks' results are summed.
     """
@@ -67,8 +67,8 @@ def _read_separate(
 def _read_fused(
     spec: ExpertsSpec, weights: Weights, name: str, hidden: int, rank_span: Span
 ) -> ExpertWeights:
-    """Load experts that are stored as one tensor for the gate and up projections of all experts,
-    and one for the down projections."""
+    """Load experts that are stored in two tensors: gate and up projections of all experts, and down
+    projections of all experts."""
     gate_up_name, down_name = f"{name}.gate_up_proj", f"{name}.down_proj"
     experts, inner, up_span = spec.experts, spec.inner, rank_span.shifted(spec.inner)
     shape, transposed_shape = (experts, 2 * inner, hidden), (experts, hidden, 2 * inner)

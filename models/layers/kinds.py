@@ -1,4 +1,4 @@
-"""Descriptions of layers. A family provides one for each layer of a model. Imports no torch.
+"""Descriptions of layers. A model family provides one for each layer. Imports no torch.
 
 The mixer of a layer passes information between the tokens of a sequence. The feed-forward part
 processes each token separately. Each description names the class that implements it, so a new kind
@@ -31,22 +31,23 @@ class NormSpec:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MixerSpec:
-    """Base class of the descriptions of mixers."""
+    """Base class of mixer descriptions. A mixer, such as attention, passes information between
+    tokens."""
 
     implementation: ClassVar[str]
     """Class that implements the part, as "module:name". It follows the protocol
     `nanoactor.models.layers.layer.Mixer`."""
     keeps_slot_state: ClassVar[bool] = False
-    """True if the mixer keeps an array for each sequence.
+    """True if the mixer keeps an array for each sequence, outside the KV blocks.
 
-    Such a model cannot reuse cached prefixes, because the array at the end of a block cannot be
-    restored from the block.
+    A model with such a mixer cannot reuse cached prefixes, because their blocks do not contain the
+    array.
     """
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FeedForwardSpec:
-    """Base class of the descriptions of feed-forward parts."""
+    """Base class of descriptions of feed-forward parts, which process each token separately."""
 
     implementation: ClassVar[str]
     """Class that implements the part, as "module:name". It follows the protocol
@@ -86,7 +87,8 @@ class MLPSpec(FeedForwardSpec):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertsSpec(FeedForwardSpec):
-    """Description of SwiGLU experts, of which a router chooses some for each token."""
+    """Description of a mixture of SwiGLU experts, in which a router chooses some experts for each
+    token."""
 
     implementation: ClassVar[str] = "nanoactor.models.layers.experts:Experts"
     experts: int
@@ -97,7 +99,7 @@ class ExpertsSpec(FeedForwardSpec):
     renormalize: bool
     """True if the routing weights of a token's experts are scaled to a sum of 1."""
     transposed: bool = False
-    """True if a tensor with all experts of a layer stores inputs before outputs. Used only if the
+    """True if a tensor with all experts of a layer is (experts, inputs, outputs). Used only if the
     shape of the tensor does not show the order."""
     name: str = "mlp"
 

@@ -30,7 +30,7 @@ class FeedForward(Protocol):
 
     def __call__(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
         """Map hidden states (tokens, hidden) to the same shape. In the last layer, `x` may contain
-        only the final rows."""
+        only the rows in `step.final_rows`."""
 
 
 def make_mixer(spec: MixerSpec, context: LayerContext, prefix: str) -> Mixer:

@@ -10,7 +10,7 @@ from nanoactor.models.weights.linear import Projection
 
 
 class ColumnParallel:
-    """The projection y = x Wᵀ + b, of which each rank computes its own share of the outputs.
+    """A projection, y = x Wᵀ + b, in which each rank computes its own share of the outputs.
 
     Several projections of the same input are fused into one.
     """
@@ -26,8 +26,8 @@ class ColumnParallel:
 
 
 class RowParallel:
-    """The projection y = x Wᵀ + b, for which each rank has a share of the inputs. The ranks'
-    products are summed."""
+    """A projection, y = x Wᵀ + b, in which each rank multiplies its own share of the inputs. The
+    ranks' products are summed."""
 
     def __init__(self, context: LayerContext, projection: Projection) -> None:
         """Load `projection`, whose columns are this rank's share of the inputs."""
@@ -45,6 +45,6 @@ class RowParallel:
 
 
 def columns_of_rank(inputs: int, span: Span) -> Span | None:
-    """Return the columns that a rank loads of a matrix with `inputs` columns, or None if it loads
-    all of them."""
+    """Return `span`, the columns that a rank loads, or None if these are all `inputs` columns of
+    the matrix."""
     return None if span.size == inputs else span

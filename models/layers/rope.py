@@ -48,7 +48,8 @@ class RotaryEmbedding:
 def interleaved_axes(sections: tuple[int, int, int], frequencies: int) -> torch.Tensor:
     """Return the position axis (0 time, 1 height, 2 width) of each frequency, int64 (frequencies,).
 
-    The axes alternate. Time replaces an axis whose section has ended (Qwen3-VL, arXiv:2511.21631).
+    The three axes alternate. When all frequencies of height or width are assigned, time takes that
+    axis's places (Qwen3-VL, arXiv:2511.21631).
     """
     axes = torch.zeros(frequencies, dtype=torch.int64)
     for axis in (1, 2):

@@ -34,12 +34,12 @@ class PagedKV:
 
     @property
     def bytes_per_slot(self) -> int:
-        """Always 0, because this state is stored in blocks only."""
+        """Number of bytes per sequence outside the blocks: always 0."""
         return 0
 
     def allocate(self, zeros: Zeros, blocks: int, block_size: int, slots: int) -> KVCache:
-        """Allocate the cache of one layer. It is zeroed, because padded reads must find finite
-        numbers."""
+        """Allocate the cache of one layer, zeroed because padded reads must find finite numbers.
+        `slots` is ignored."""
         shape = blocks, block_size, self.kv_heads, self.head_dim
         return KVCache(zeros(*shape, dtype=self.dtype), zeros(*shape, dtype=self.dtype))
 
@@ -58,24 +58,25 @@ class SlotState:
     """Specification of arrays that a layer keeps for each sequence, regardless of the sequence's
     length.
 
-    A slot's arrays are zeroed when a sequence is admitted to it, and copied when a sequence is
-    forked. Layers do not change the arrays of frozen slots (see `AttentionBatch.frozen`).
+    A slot is the index of a sequence's arrays. They are zeroed when a sequence starts to use the
+    slot, and copied when a sequence is forked. Layers do not change the arrays of a slot that is
+    marked in `AttentionBatch.frozen`.
     """
 
     arrays: tuple[SlotArray, ...]
 
     @property
     def bytes_per_token(self) -> int:
-        """Always 0, because this state is not stored in blocks."""
+        """Number of bytes per token: always 0, because this state is not stored in blocks."""
         return 0
 
     @property
     def bytes_per_slot(self) -> int:
-        """Number of bytes that one slot takes in one layer on this rank."""
+        """Number of bytes that the arrays of one sequence take in one layer on this rank."""
         return sum(math.prod(array.shape) * array.dtype.itemsize for array in self.arrays)
 
     def allocate(self, zeros: Zeros, blocks: int, block_size: int, slots: int) -> SlotArrays:
-        """Allocate zeroed arrays for `slots` slots, which include the dummy slot for padding
+        """Allocate zeroed arrays for `slots` sequences, including a dummy sequence for padding
         rows."""
         arrays = (zeros(slots, *array.shape, dtype=array.dtype) for array in self.arrays)
         return SlotArrays(tuple(arrays))
@@ -83,17 +84,19 @@ class SlotState:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SlotArrays:
-    """Arrays that one layer keeps for each sequence, (slots, ...) each."""
+    """Arrays that one layer keeps for each sequence, (slots, ...) each. A slot is a sequence's
+    index."""
 
     arrays: tuple[torch.Tensor, ...]
 
     def zero(self, slots: torch.Tensor) -> None:
-        """Set the arrays of some slots to zero. `slots` is int64."""
+        """Set the arrays of `slots` (sequence indices), int64, to zero."""
         for array in self.arrays:
             array.index_fill_(0, slots, 0)
 
     def copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy the arrays of slots to other slots; both arguments are int64 of equal length.
+        """Copy arrays from the slots (sequence indices) `sources` to `targets`, int64 of equal
+        length.
 
         All sources are read before any target is written, so two slots may be swapped.
         """

@@ -34,7 +34,7 @@ class LayerStep:
     state."""
 
     batch: AttentionBatch
-    """Rows of the step with their cache positions and contexts."""
+    """Rows of the step with their cache positions and context lengths."""
     rotation: Rotation
     """Cosines and sines of the tokens' positions, as returned by `Operators.rotation`."""
     final_rows: FinalRows | None = None

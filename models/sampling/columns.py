@@ -1,5 +1,5 @@
-"""The columns of per-request sampling parameters. Messages, the host's table, the state on the
-device and all views are derived from this one declaration. Imports no torch.
+"""Per-request sampling parameters, each of which is a column of a table. Messages, the host's
+table, the device's table and all views are derived from this one declaration. Imports no torch.
 
 The parameters of a request are sent as packed bytes, stored as `WORDS` int32 words, and read by
 column name.
@@ -16,17 +16,17 @@ T = TypeVar("T")
 
 
 def _column(dtype: str, neutral: float, fused: bool = True) -> dict[str, Any]:
-    """Return the metadata of a column.
+    """Return the metadata of a column. `neutral` is the value that has no effect.
 
-    Devices' fused samplers read only `fused` columns. A row with a non-neutral value in another
-    column is sampled by `nanoactor.models.sampling.sampler`.
+    Devices' fused samplers read only `fused` columns. A row with another value than `neutral` in a
+    column that is not fused is sampled by `nanoactor.models.sampling.sampler`.
     """
     return {"dtype": dtype, "neutral": neutral, "fused": fused}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingColumns(Generic[T]):
-    """One value, array or tensor for each sampling parameter. The names are those in
+    """One value, array or tensor for each sampling parameter. The field names are those of
     `SamplingParams`."""
 
     temperature: T = dataclasses.field(metadata=_column("float32", 1.0))
@@ -50,9 +50,9 @@ WORDS = _ROW.size // 4
 """Number of int32 words that the parameters of one request take."""
 NAMES = tuple(field.name for field in _FIELDS)
 NEUTRAL: dict[str, float] = {field.name: field.metadata["neutral"] for field in _FIELDS}
-"""Value of each column that has no effect, by name."""
+"""Neutral value of each column (the value that has no effect), by column name."""
 DEFAULTS = {name: neutral for name, neutral in NEUTRAL.items() if name != "seed"}
-"""Columns that a model's `generation_config.json` may set, with their neutral values."""
+"""Neutral values of the columns that a model's `generation_config.json` may set, by name."""
 UNFUSED = tuple(field.name for field in _FIELDS if not field.metadata["fused"])
 
 
@@ -63,7 +63,7 @@ def pack(values: Mapping[str, float]) -> bytes:
 
 
 def split_rows(packed: bytes) -> list[bytes]:
-    """Return the packed bytes of each request, given their concatenation."""
+    """Split the concatenated bytes of several requests into the packed bytes of each request."""
     return [packed[start : start + _ROW.size] for start in range(0, len(packed), _ROW.size)]
 
 
@@ -73,8 +73,11 @@ def unpack(row: bytes) -> SamplingColumns[float]:
 
 
 def column_views(words: T, float32: Any) -> SamplingColumns[T]:
-    """Return views of int32 words, (WORDS, rows), by column. `float32` is NumPy's or torch's dtype
-    of that name."""
+    """Return views of `words`, int32 (WORDS, rows), one for each parameter: (rows,) each, and (2,
+    rows) for the seed.
+
+    `float32` is NumPy's or torch's dtype of that name.
+    """
     source: Any = words
     views, word = [], 0
     for field in _FIELDS:

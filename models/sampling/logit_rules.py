@@ -1,18 +1,20 @@
-"""Rules that requests apply to their logits before a token is chosen: allowed ids, bad words,
-biases and penalties. They are computed only for the rows that use them.
+"""Rules of requests that change logits before a token is chosen: allowed ids, bad words, biases and
+penalties. They are computed only for the rows that use them.
 
 The rules are applied in this order:
 
 - allowed ids and bad words: excluded ids get minus infinity
 - biases: added
-- repetition penalty: logits above 0 divided by it, others multiplied (arXiv:1909.05858)
+- repetition penalty, for ids in the prompt or output: logits above 0 divided by it, others
+  multiplied (arXiv:1909.05858)
 - frequency penalty: subtracted once per occurrence in the output
-- presence penalty: subtracted once
+- presence penalty: subtracted once if the id occurs in the output
 
-`min_tokens` excludes ids after these rules, which has the same effect.
+Ids that `min_tokens` excludes get minus infinity after these rules. Doing so before them would have
+the same effect.
 
-Penalties count the ids of a sequence in `TokenIds`, so only the logits themselves are as wide as
-the vocabulary.
+Penalties count the ids of a sequence along its length, so besides the logits, no tensor is as wide
+as the vocabulary.
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from nanoactor.models.sampling.rows import LogitRules
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TokenIds:
-    """Token ids of all sequences on the device.
+    """Token ids of all sequences, kept on the device to find repetitions and bad words.
 
     They are stored at the same cache positions as the keys and values, so sequences that share a
     block also share its ids.
@@ -38,7 +40,7 @@ class TokenIds:
     ids: torch.Tensor
     """Token ids by cache position, int32 (blocks * block_size,)."""
     prompt_lengths: torch.Tensor
-    """Number of prompt tokens of each slot, int32 (slots,). The output starts after them."""
+    """Number of prompt tokens of each slot (a sequence's index), int32 (slots,)."""
     tables: SlotTables
 
     def write(self, slot_mapping: torch.Tensor, token_ids: torch.Tensor) -> None:
@@ -48,7 +50,7 @@ class TokenIds:
 
     def gather(self, slots: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the token ids, int64 (rows, n), at `positions`, (rows, n), in the sequences of
-        `slots`, (rows,)."""
+        `slots` (sequence indices), (rows,)."""
         size = self.tables.block_size
         blocks = self.tables.blocks[slots[:, None], positions // size].long()
         return self.ids[blocks * size + positions % size].long()
@@ -77,8 +79,8 @@ def apply_rules(
 ) -> torch.Tensor:
     """Return the logits after the requests' rules, float32 (rows, ids).
 
-    `slots`, int64 (rows,), and `sampling` are the rows' slots and parameters. The first column of
-    `logits` is token id `start`.
+    `slots` are the rows' sequence indices, int64 (rows,). `sampling` contains the rows' parameters.
+    The first column of `logits` is token id `start`.
     """
     width = logits.shape[-1]
     local = _LocalVocabulary(start, width)
@@ -131,8 +133,8 @@ def _penalize(
     tokens: TokenIds,
     local: _LocalVocabulary,
 ) -> torch.Tensor:
-    """Return `logits` with penalties applied. Its rows are those in `rules.penalized`, and belong
-    to `slots`."""
+    """Return `logits` with penalties applied. Row i is row `rules.penalized[i]` of the step, and
+    belongs to the sequence with index `slots[i]`."""
 
     def column(values: torch.Tensor) -> torch.Tensor:
         return values[rules.penalized][:, None]

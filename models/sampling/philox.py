@@ -18,9 +18,9 @@ Words = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _multiply(multiplier: int, word: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the (high, low) 32-bit halves of a product of two 32-bit words.
+    """Return the (high, low) 32-bit halves of the product of two 32-bit words.
 
-    The product may overflow int64. Two's complement keeps its 64 bits, and the masks extract the
+    The product may overflow int64, but wraps around and so keeps its 64 bits. The masks extract the
     halves.
     """
     product = word * multiplier

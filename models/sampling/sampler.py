@@ -17,8 +17,8 @@ _ID_MASK = 0xFFFFFFFF
 
 
 def sample(logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-    """Return the chosen ids, int64 (rows,), of logits (rows, vocabulary) of any floating-point
-    dtype.
+    """Choose a token id for each row of `logits`, (rows, vocabulary), of any floating-point dtype.
+    Return int64 (rows,).
 
     A row whose highest logit is NaN or infinite gets `limits.NO_TOKEN`. Float32 logits may be
     overwritten.
@@ -47,8 +47,8 @@ def mask_non_finite(highest: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor
 
 
 def scores_of(logits: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
-    """Return (logits - maximum) / temperature, (rows, ids). All scores are at most 0, even if the
-    temperature is very low."""
+    """Return (logits - maximum of the row) / temperature, (rows, ids). The subtraction avoids
+    overflow at very low temperatures."""
     return (logits - logits.amax(-1, keepdim=True)) / temperature[:, None]
 
 
@@ -68,11 +68,12 @@ def _sample_truncated(
 
 
 def sort_keys(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return int64 keys that sort by descending float32 score first, and by ascending id second.
+    """Return int64 keys. In descending order of the keys, float32 scores descend, and the ids of
+    equal scores ascend.
 
-    Sort the keys in descending order. `topk` alone orders equal scores arbitrarily, and bfloat16
-    logits contain many. The bits of a float, read as an integer, keep the order of positive floats
-    and reverse the order of negative ones.
+    `topk` alone orders equal scores arbitrarily, and bfloat16 logits contain many. The bits of a
+    float, read as an integer, keep the order of positive floats and reverse the order of negative
+    ones.
     """
     bits = (scores + 0.0).view(torch.int32)  # the addition makes -0.0 equal 0.0
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits).long()
@@ -80,7 +81,7 @@ def sort_keys(scores: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
 
 
 def from_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the (scores, ids) from which `sort_keys` computed the keys."""
+    """Return the scores, float32, and ids, int64, from which `sort_keys` computed `keys`."""
     ordered = (keys >> 32).int()
     bits = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered)
     return bits.view(torch.float32), _ID_MASK - (keys & _ID_MASK)
@@ -89,7 +90,8 @@ def from_keys(keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def sample_truncated_rows(
     scores: torch.Tensor, ids: torch.Tensor, batch: SamplingBatch, rows: torch.Tensor
 ) -> torch.Tensor:
-    """Return the chosen ids, (rows,), among the candidates.
+    """Choose one of the candidates of each row, after truncation. Return the token ids, int64
+    (rows,).
 
     `scores`, (rows, candidates), are in descending order, and `ids` are their token ids. `rows` are
     the rows' indices in `batch`.

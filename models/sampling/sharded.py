@@ -1,12 +1,12 @@
 """Choice of tokens if each rank has the logits of only a part of the vocabulary.
 
 Each rank reduces its part to a few numbers, the ranks exchange them, and each rank chooses from the
-same bits. Of equal scores, the lower id wins. The tokens are those that
+same numbers. Of equal scores, the lower id wins. The tokens are those that
 `models/sampling/sampler.py` would choose.
 
-If a device's fused sampler is part of a captured step, the ranks gather the logits of the whole
-vocabulary for it instead. This takes one collective of a few hundred kilobytes per row, which does
-not depend on the sampling parameters.
+If a device's fused sampler is part of a captured step, it needs the logits of the whole vocabulary,
+which the ranks gather. This takes one collective of a few hundred kilobytes per row, whatever the
+sampling parameters are.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ class ShardedSampler:
     def _global_argmax(
         self, scores: torch.Tensor, local_ids: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the highest score of each row over all ranks, and the lowest id that has this
-        score."""
+        """Return the highest score of each row over all ranks, and the lowest token id that has
+        this score, (rows,) each. `local_ids` are relative to the rank's first id."""
         values, local_indices = scores.max(-1)
         # One collective with one integer for both score and id; NPUs have no float64.
         keys = self._group.all_gather(sort_keys(values, local_ids[local_indices] + self._start))
@@ -111,8 +111,8 @@ class ShardedSampler:
         rows: torch.Tensor,
         candidates: int,
     ) -> torch.Tensor:
-        """Choose ids among the best candidates of all ranks, which include the best ids of the
-        whole vocabulary."""
+        """Choose a token id for each row of `logits` among the best `candidates` ids of the whole
+        vocabulary, and return int64 (rows,). Each rank contributes its own best ids."""
         scores = self._scores(logits, best, batch.sampling.temperature[rows])
         ids = torch.arange(scores.shape[-1], device=scores.device) + self._start
         local_keys = sort_keys(scores, ids).topk(min(candidates, len(ids))).values

@@ -10,8 +10,8 @@ BITS = 32
 class TokenMasks:
     """Applies masks of allowed token ids on one device.
 
-    Bits are extracted with a constant tensor of 32 powers of two. Fewer devices have a kernel that
-    shifts one tensor by another (Huawei documents none for NPUs before the A2).
+    Bits are extracted with a constant tensor of 32 powers of two, because fewer devices have a
+    kernel that shifts one tensor by another (Huawei documents none for NPUs before the A2).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -19,7 +19,7 @@ class TokenMasks:
         self._bits = torch.tensor([*bits, -1 << (BITS - 1)], dtype=torch.int32, device=device)
 
     def apply(self, logits: torch.Tensor, masks: torch.Tensor, start: int = 0) -> torch.Tensor:
-        """Return float32 logits (rows, ids) in which ids that are not allowed have minus infinity.
+        """Return `logits` as float32 (rows, ids), with minus infinity for ids that are not allowed.
 
         `masks` is int32 (rows, words): bit t % 32 of word t // 32 is set if id t may be chosen. The
         first column of `logits` is token id `start`.

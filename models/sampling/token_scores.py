@@ -12,7 +12,7 @@ from nanoactor.models.collective import Group
 from nanoactor.models.sampling.sampler import from_keys, sort_keys
 
 FIXED_WORDS = 2
-"""Number of words in a result before the words of the most likely tokens."""
+"""Number of int32 words at the start of a result: the target's log-probability and its rank."""
 
 
 class TokenScorer:
@@ -27,13 +27,16 @@ class TokenScorer:
         self._vocabulary = vocabulary
 
     def __call__(self, logits: torch.Tensor, targets: torch.Tensor, num_top: int) -> torch.Tensor:
-        """Score `targets`, int64 (rows,), with this rank's logits, (rows, ids), which are
+        """Score `targets`, int64 (rows,), with this rank's logits, (rows, ids), which may be
         overwritten.
 
-        Returns int32 (rows, 2 + 2 * `num_top`): the bits of the target's float32 log-probability,
-        its rank starting at 1, the ids of the `num_top` most likely tokens (or of all, if the
-        vocabulary is smaller), and the bits of their log-probabilities. Of equal logits, the lower
-        id comes first. If equal logits do not all fit, which of them are returned is unspecified.
+        Returns int32 (rows, 2 + 2 * k), where k is `num_top` or, if smaller, the size of the
+        vocabulary. A row contains the bits of the target's float32 log-probability, the target's
+        rank (1 is the most likely token), the ids of the k most likely tokens, and the bits of
+        their log-probabilities.
+
+        Of equal logits, the lower id comes first. If equal logits do not all fit, which of them are
+        returned is unspecified.
         """
         logits = logits.float()
         valid = max(0, min(logits.shape[-1], self._vocabulary - self._start))

@@ -32,10 +32,10 @@ class VisionConfig:
     out_hidden_size: int
     table_side: int
     """Side of the square table of learned position embeddings, which is resampled to each picture's
-    grid."""
+    grid of patches."""
     deepstack_layers: tuple[int, ...]
-    """Indices of the blocks whose outputs are added after the decoder's first layers (deepstack).
-    Each goes through a merger of its own first.
+    """Indices of the tower's blocks with a deepstack level: the block's output goes through a
+    merger of its own, and is added to the hidden states after one of the decoder's first layers.
 
     Empty for a tower without deepstack, whose configuration lacks the key.
     """
@@ -52,7 +52,8 @@ class VisionConfig:
 
     @property
     def feature_size(self) -> int:
-        """Number of values per token: the embedding, and the features of all deepstack levels."""
+        """Number of values per token: the embedding, and one vector of the same size per deepstack
+        level."""
         return self.out_hidden_size * (1 + len(self.deepstack_layers))
 
 

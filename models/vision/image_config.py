@@ -38,7 +38,8 @@ class ImageConfig:
     max_pixels: int
     """Maximum area in pixels. Larger pictures are reduced."""
     factor: int
-    """Side of a token in pixels. The sides of resized pictures are multiples of it."""
+    """Side in pixels of the square that becomes one token. The sides of resized pictures are
+    multiples of it."""
     rescale: float
     mean: tuple[float, ...]
     std: tuple[float, ...]
@@ -46,9 +47,9 @@ class ImageConfig:
     def fit(self, height: int, width: int) -> tuple[int, int]:
         """Return the height and width in pixels to which a picture is resized.
 
-        They are multiples of `factor` with about the picture's aspect ratio, as in `smart_resize`
-        of transformers. Raises `ValueError` if one side is more than `MAX_ASPECT_RATIO` times the
-        other.
+        Both are multiples of `factor`, with about the picture's aspect ratio, as in `smart_resize`
+        of transformers. Raises `ValueError` if a side is 0 or more than `MAX_ASPECT_RATIO` times
+        the other.
         """
         longer, shorter = max(height, width), min(height, width)
         if shorter < 1 or longer > MAX_ASPECT_RATIO * shorter:
@@ -68,7 +69,7 @@ class ImageConfig:
         return rounded[0], rounded[1]
 
     def pixel_table(self) -> NDArray[np.float32]:
-        """Return the normalized value of each of the 256 values of each channel, float32 (channels,
+        """Return the normalized value of every 8-bit value in every channel, float32 (channels,
         256).
 
         Rounding is that of transformers' NumPy backend, so the results are bit-identical on any
@@ -81,11 +82,11 @@ class ImageConfig:
 
 
 def read_image_config(directory: Path, vision: VisionConfig) -> ImageConfig:
-    """Read `processor_config.json` or `preprocessor_config.json`, in the order in which
-    transformers looks for them.
+    """Return the picture settings in `processor_config.json` or, if it has none, in
+    `preprocessor_config.json`. This is the order in which transformers looks for them.
 
-    Raises `ModelError` if both files are missing or one is invalid, and `UnsupportedModel` if a
-    setting is not implemented.
+    Raises `ModelError` if neither file has settings or a file is invalid, and `UnsupportedModel` if
+    a setting is not implemented.
     """
     for name, key in (("processor_config.json", "image_processor"), (_FILE, None)):
         path = directory / name
@@ -140,7 +141,7 @@ def parse_image_config(
 
 def _read_area(override: Any, size: Mapping[str, Any], name: str, origin: object) -> int:
     """Return an area in pixels: `override` (min_pixels or max_pixels) if it is not None, else the
-    value called `name` in `size`."""
+    value of the key `name` in `size`."""
     value = size.get(name) if override is None else override
     if not isinstance(value, int) or isinstance(value, bool) or not 0 < value < _MAX_PIXELS:
         raise ModelError(f"{origin}: {name} must be a positive integer, got {value!r}")

@@ -33,10 +33,12 @@ def rope_positions(length: int, spans: Sequence[VisualSpan]) -> tuple[NDArray[np
     """Return the positions in time, height and width, int32 (3, length), of a prompt of `length`
     tokens, and an offset for later tokens.
 
-    Each text token advances all three by one. The tokens of a span share one time; their height and
-    width follow from their row and column. Text continues after the span's longer side. A token at
-    index i after the prompt has position i + offset in all three. Raises `ValueError` if spans are
-    out of order, overlap, or extend past the prompt.
+    Each text token advances all three positions by one. The tokens of a span have the same position
+    in time, and positions in height and width that follow from their row and column. The text after
+    a span starts at the span's first position plus its longer side. A token at index i after the
+    prompt has position i + offset in all three.
+
+    Raises `ValueError` if spans are out of order, overlap, or extend past the prompt.
     """
     positions = np.empty((3, length), np.int32)
     index = position = 0

@@ -1,7 +1,7 @@
 """Conversion of pixels to the input rows of the vision tower, on the device.
 
-Copying uint8 pixels to the device takes an eighth of the bytes of the rows, which are float32 and
-repeat each picture for two frames.
+Pixels are copied to the device as uint8. The rows have eight times as many bytes, because they are
+float32 and repeat each picture for two frames.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from nanoactor.models.vision.tower import Grid
 
 
 class PatchMaker:
-    """Rescales, normalizes and reorders pixels. The results match those of transformers bit for
-    bit."""
+    """Rescales, normalizes and reorders pixels for the vision tower. The results match those of
+    transformers bit for bit."""
 
     def __init__(self, vision: VisionConfig, images: ImageConfig, device: torch.device) -> None:
         self._vision = vision

@@ -51,8 +51,8 @@ class TowerState:
 
 
 class VisionTower:
-    """The patch embedding, the blocks, the merger of the last block's output, and one merger for
-    each deepstack level."""
+    """The vision tower: the patch embedding, the blocks, the merger of the last block's output, and
+    one merger for each deepstack level."""
 
     def __init__(
         self, config: VisionConfig, weights: Weights, device: Operators, prefix: str
@@ -76,8 +76,8 @@ class VisionTower:
         }
 
     def __call__(self, patches: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        """Return features, (tokens, feature_size), of the patches of consecutive grids, (patches,
-        patch_values).
+        """Encode `patches`, (patches, patch_values), of consecutive grids. Return the features,
+        (tokens, feature_size).
 
         Each row is the embedding, followed by the features of the deepstack levels in the order of
         their blocks.
@@ -95,7 +95,7 @@ class VisionTower:
         return TowerState(x, self._rotation(coordinates), segments)
 
     def run(self, state: TowerState, blocks: range) -> None:
-        """Run the tower's blocks with these indices, updating `state` in place."""
+        """Run the blocks with the indices in `blocks`, updating `state` in place."""
         for index in blocks:
             state.x = self._blocks[index](state.x, state.rotation, state.segments)
             if index in self._deepstack_mergers:
@@ -106,8 +106,8 @@ class VisionTower:
         return torch.cat((self._merger(state.x), *state.deepstack_features), dim=1)
 
     def _patch_coordinates(self, grid: Grid) -> torch.Tensor:
-        """Return the row and column of each patch, int64 (patches, 2). Patches of a merged square
-        are consecutive."""
+        """Return the row and column of each patch, int64 (patches, 2). Patches that are merged into
+        one token are consecutive."""
         merge, device = self._config.merge_size, self._table.device
         rows = torch.arange(grid.height, device=device).view(-1, 1, merge, 1)
         columns = torch.arange(grid.width, device=device).view(1, -1, 1, merge)
@@ -116,8 +116,8 @@ class VisionTower:
         return coordinates.repeat(grid.frames, 1)
 
     def _positions(self, coordinates: torch.Tensor, grids: Sequence[Grid]) -> torch.Tensor:
-        """Return the position embeddings, (patches, hidden), interpolated bilinearly in the learned
-        table with aligned corners."""
+        """Return the position embeddings, (patches, hidden), interpolated bilinearly from the
+        learned table with aligned corners."""
         side = self._config.table_side
         counts = [grid.patches for grid in grids]
         neighbors, weights = [], []
@@ -138,7 +138,7 @@ class VisionTower:
 
     def _rotation(self, coordinates: torch.Tensor) -> Rotation:
         """Return (cos, sin) of the patches' rotary positions, float32 (patches, head_dim / 2) each:
-        rows first, then columns."""
+        first by row, then by column."""
         config = self._config
         size = config.hidden_size // config.num_heads // 2
         exponents = torch.arange(0, size, 2, dtype=torch.float32, device=coordinates.device) / size
@@ -214,8 +214,8 @@ class _Merger:
         *,
         norm_merged: bool,
     ) -> None:
-        """If `norm_merged` is True, as in deepstack levels, whole squares are normalized instead of
-        single patches."""
+        """If `norm_merged` is True, as in deepstack levels, the norm is applied to whole squares
+        instead of single patches."""
         merged = config.hidden_size * config.merge_size**2
         self._merged, self._norm_merged = merged, norm_merged
         size = merged if norm_merged else config.hidden_size

@@ -26,7 +26,8 @@ class VideoConfig:
     max_pixels: int
     """Maximum total area of all frames in pixels. Larger videos are reduced."""
     factor: int
-    """Side of a token in pixels. The sides of resized frames are multiples of it."""
+    """Side in pixels of the square that becomes one token. The sides of resized frames are
+    multiples of it."""
     temporal_patch_size: int
     """Number of frames in a temporal patch, which becomes one grid of tokens."""
     max_frames: int
@@ -83,8 +84,9 @@ class VideoConfig:
 def read_video_config(
     directory: Path, vision: VisionConfig, images: ImageConfig
 ) -> VideoConfig | None:
-    """Read `processor_config.json` or `video_preprocessor_config.json`, in the order in which
-    transformers looks for them. Return None if neither contains video settings.
+    """Return the video settings in `processor_config.json` or, if it has none, in
+    `video_preprocessor_config.json`. Return None if neither file has any. This is the order in
+    which transformers looks for them.
 
     Raises `ModelError` if a file is invalid, and `UnsupportedModel` if a setting is not
     implemented.

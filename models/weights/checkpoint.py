@@ -1,5 +1,5 @@
-"""Access to the tensors of a checkpoint, which consists of one or more safetensors files with or
-without an index."""
+"""Access to the tensors of a checkpoint: one or more safetensors files, with or without an
+index."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _FLOAT_TYPES = ("F64", "F32", "BF16", "F16")
 _INTEGER_SIZES = {"I32": 4, "I64": 8, "I16": 2, "U16": 2, "U32": 4, "U64": 8}
 """Sizes in bytes of the integer dtypes that take more than one byte."""
 _UNUSED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
-"""Suffixes of the names of buffers that older checkpoints contain and the model does not use."""
+"""Name suffixes of buffers that older checkpoints contain and the model does not use."""
 _MAX_LISTED_NAMES = 5
 _STORED_TYPE_NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
@@ -48,12 +48,12 @@ Rows = Span | Sequence[Span]
 
 
 class Format(Protocol):
-    """Reader of packed weights, created from a `Quantization`. The constructor refuses unknown
-    options."""
+    """Reader of packed (quantized) weights in one format, created from a `Quantization`. The
+    constructor raises `UnsupportedModel` for unknown options."""
 
     def is_quantized(self, projection: Projection) -> bool:
-        """Return True if the weights of a projection are packed. Other projections are read as they
-        are."""
+        """Return True if the weights of a projection are packed. If they are not, `Weights` loads
+        them itself."""
 
     def read(self, weights: Weights, projection: Projection) -> LinearWeights:
         """Return this rank's share of a projection. Raises `WeightsError` if tensors do not fit."""
@@ -63,8 +63,8 @@ class Weights:
     """The tensors of a checkpoint, by name. Each tensor is converted and moved to the device when
     it is loaded.
 
-    Use it as a context manager. The files stay open and mapped until the context ends; loaded
-    tensors do not refer to them.
+    Use it as a context manager. The files stay open and mapped until the context ends. Loaded
+    tensors do not refer to the files.
     """
 
     def __init__(
@@ -78,9 +78,9 @@ class Weights:
     ) -> None:
         """Open the files in `directory`. Tensors are converted to `dtype` and loaded to `device`.
 
-        If `check` is True, loaded values are checked to be finite. `packed` reads packed weights,
-        if the checkpoint has any. Raises `WeightsError` if files are missing or damaged, or if two
-        of them contain the same tensor.
+        If `check` is True, `load` raises an error for values that are not finite. `packed` reads
+        packed weights, if the checkpoint has any. Raises `WeightsError` if files are missing or
+        damaged, or if two files without an index contain the same tensor.
         """
         self.dtype = dtype
         self.device = device
@@ -181,12 +181,14 @@ class Weights:
     ) -> torch.Tensor:
         """Return a tensor, or a part of it, on the device.
 
-        `shape` is the shape of the whole tensor; only the requested part is read from the file.
-        `rows` is a span of rows, or several spans in the order of the result. If a single span
-        extends past the last row, the additional rows are zero. `columns` is a span of columns.
-        `spans` is a span for each dimension, where None means all. The result has the dtype
-        `dtype`, by default that of the model. A packed tensor must have the dtype `stored` in the
-        file, and keeps it.
+        `shape` is the shape of the whole tensor. `rows` is a range of rows, or several ranges to
+        concatenate in this order. `columns` is a range of columns. `spans` contains a range for
+        each dimension, where None means all. At most one of these three arguments may be set, and
+        only the requested part is read from the file. If a single range of rows extends past the
+        last row, the additional rows are zero.
+
+        The result has the dtype `dtype`, by default that of the model. A packed tensor must have
+        the dtype `stored` in the file, and keeps it.
 
         Raises `WeightsError` if the tensor is missing, has another shape or dtype, or cannot be
         read.
@@ -230,8 +232,8 @@ class Weights:
         return converted.clone() if converted.data_ptr() == tensor.data_ptr() else converted
 
     def warn_about_unused(self, ignored: Collection[str] = ()) -> None:
-        """Log a warning if the checkpoint has tensors that were never loaded, because it may belong
-        to another model.
+        """Log a warning if the checkpoint has tensors that were never loaded. Such a checkpoint may
+        belong to another model.
 
         Names in `ignored` are exempt. A name that ends with a dot exempts all tensors of that
         module.
@@ -328,10 +330,10 @@ class Weights:
         return stack
 
     def min_bytes(self, ignored: Collection[str] = ()) -> int:
-        """Return a lower bound of the size in bytes of all ranks' weights.
+        """Return a lower bound on the total size of all ranks' weights, in bytes.
 
-        Packed tensors count as stored, all others with the size of the model's dtype. Tensors named
-        in `ignored` do not count.
+        Packed tensors count with their size in the file, all others with the size of the model's
+        dtype. Tensors named in `ignored` do not count.
         """
         own_size = torch.empty(0, dtype=self.dtype).element_size()
         total = 0
@@ -356,7 +358,7 @@ def _concatenate(parts: list[torch.Tensor]) -> torch.Tensor:
 
 
 def format_of(quantization: Quantization | None) -> Format | None:
-    """Return the reader of the checkpoint's packed weights, or None if there are none. Raises
+    """Return the reader of a checkpoint's packed weights, or None if `quantization` is None. Raises
     `ModelError` if the configuration is invalid or not supported."""
     if quantization is None:
         return None
@@ -366,7 +368,8 @@ def format_of(quantization: Quantization | None) -> Format | None:
 
 
 def _list_names(names: set[str]) -> str:
-    """Return the first few names in sorted order, separated by commas."""
+    """Return the first few names in sorted order, separated by commas, and an ellipsis if there are
+    more."""
     listed = ", ".join(sorted(names)[:_MAX_LISTED_NAMES])
     return listed + ", ..." * (len(names) > _MAX_LISTED_NAMES)
 
@@ -394,14 +397,15 @@ class RandomWeights(Weights):
         """Do nothing, because no file is open."""
 
     def warn_about_unused(self, ignored: Collection[str] = ()) -> None:
-        """Do nothing, because every tensor that exists was requested."""
+        """Do nothing. There are no tensors besides the requested ones."""
 
     def min_bytes(self, ignored: Collection[str] = ()) -> int:
         """Return 0, because the size is unknown without files."""
         return 0
 
     def __contains__(self, name: str) -> bool:
-        """Return True except for the name of the language-modeling head and names of fused experts.
+        """Return False for the language-modeling head and for fused experts, and True for all other
+        names.
 
         Tied weights therefore have no separate head, and experts have separate tensors.
         """

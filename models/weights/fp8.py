@@ -3,8 +3,8 @@ each block of them.
 
 Source: DeepSeek-V3 Technical Report, arXiv:2412.19437, section 3.3.2. The keys of
 `quantization_config` have the names and meanings of transformers' `FineGrainedFP8Config`. In
-published checkpoints a block has 128 x 128 numbers, which are to be multiplied by the block's
-`weight_scale_inv`.
+published checkpoints a block has 128 x 128 numbers, and their values are the numbers times the
+block's `weight_scale_inv`.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Fp8Blocks:
     offset: int
     """Number of inputs in the first block that belong to another rank and are not stored here."""
     dtype: torch.dtype
-    """Dtype of the model, to which numbers are unpacked."""
+    """Dtype of the unpacked matrix: that of the model."""
     group: int = 1
     """Number of outputs in a group; the last group may have fewer."""
     bias: torch.Tensor | None = None
@@ -133,7 +133,7 @@ class Fp8Format:
     def is_quantized(self, projection: Projection) -> bool:
         """Return True if the weights of a projection are in FP8.
 
-        Raises `ModelError` if this is true of only some of its parts, because the parts are
+        Raises `ModelError` if only some parts of the projection are in FP8, because all parts are
         computed as one matrix product.
         """
         quantized_parts = {part.name: not self._is_excluded(part.name) for part in projection.parts}
@@ -214,11 +214,11 @@ def _groups(
 
 
 def _largest_group(rows: npt.NDArray[np.int64], block_rows: int) -> int:
-    """Return the largest size of groups of consecutive outputs such that all outputs of a group
-    have the same scales.
+    """Return the largest group size for which all outputs of each group have the same scales. A
+    group consists of consecutive outputs.
 
-    The size is `block_rows`, or `block_rows` halved repeatedly. `rows` is the index of each
-    output's scales.
+    The size is `block_rows`, or `block_rows` halved repeatedly. `rows` contains the row of each
+    output in the table of scales, int64 (outputs,).
     """
     sizes = (block_rows >> shift for shift in range(block_rows.bit_length()))
     matching = (

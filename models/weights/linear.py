@@ -1,5 +1,4 @@
-"""The weights of linear projections and of experts, in a checkpoint's format, and their
-unpacking."""
+"""The weights of linear projections and of experts, in the checkpoint's format or unpacked."""
 
 from __future__ import annotations
 
@@ -34,7 +33,7 @@ class Part:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Projection:
-    """Definition of a linear operator, y = x Wᵀ + b, whose outputs are those of all parts, in
+    """Definition of a linear operator, y = x Wᵀ + b. Its outputs are those of all parts, in
     order."""
 
     parts: tuple[Part, ...]
@@ -47,8 +46,8 @@ class Projection:
 
 
 class LinearWeights(Protocol):
-    """The weights of a projection in one format: `Dense`, or a class in
-    `nanoactor.models.weights.formats`.
+    """The weights of a projection in one format: `Dense`, or the class that a reader in
+    `nanoactor.models.weights.formats` returns.
 
     A device that has an operator for a format uses the weights unchanged. Other devices unpack them
     with `dequantize`.
@@ -112,8 +111,8 @@ class DenseExperts:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpertWeights:
-    """The matrices of all experts of a layer, in the checkpoint's format. The shapes are those in
-    `DenseExperts`."""
+    """The matrices of all experts of a layer, in the checkpoint's format. Unpacked, they have the
+    shapes in `DenseExperts`."""
 
     gate_up: LinearWeights
     down: LinearWeights
@@ -133,10 +132,10 @@ class Router:
 
 
 def dense_of(weights: LinearWeights, reason: str | None = None) -> Dense:
-    """Return the unpacked weights of a projection, in any format.
+    """Return the weights of a projection as `Dense`, unpacking them if they are in another format.
 
-    Log the reason for unpacking, once: `reason`, or by default that the device has no operator for
-    the format.
+    When weights are unpacked, a warning states `reason` once. By default, the reason is that the
+    device has no operator for the format.
     """
     if isinstance(weights, Dense):
         return weights
@@ -149,8 +148,8 @@ def dense_of(weights: LinearWeights, reason: str | None = None) -> Dense:
 
 
 def dense_experts_of(weights: ExpertWeights, reason: str | None = None) -> DenseExperts:
-    """Return the unpacked matrices of all experts of a layer. The reason is logged as in
-    `dense_of`."""
+    """Return the matrices of all experts of a layer as `DenseExperts`. A warning about unpacking
+    states `reason`, as in `dense_of`."""
     gate_up, down = (dense_of(projection, reason) for projection in (weights.gate_up, weights.down))
     return DenseExperts(gate_up.weight, down.weight)
 

@@ -1,5 +1,5 @@
-"""The weights of a model in the form that whole-step operators read: fused matrices on the
-device."""
+"""The weights of a model as fused matrices on the device, for operators that run a whole decode
+step."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ Matrix = torch.Tensor | PackedMatrix
 
 
 def flat_matrix(matrix: Matrix) -> torch.Tensor:
-    """Return the numbers of a matrix without its scales, (outputs, inputs). The matrices of experts
-    are concatenated."""
+    """Return the stored numbers of a matrix, without its scales, as (outputs, inputs). The matrices
+    of experts are concatenated along the outputs."""
     return (matrix.weight if isinstance(matrix, PackedMatrix) else matrix).flatten(0, -2)
 
 
@@ -81,7 +81,7 @@ class LayerWeights:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """All weights that a decode step of a model reads."""
+    """All weights that a decode step of a model reads, for operators that run a whole step."""
 
     layers: Sequence[LayerWeights]
     embed: torch.Tensor

@@ -1,4 +1,5 @@
-"""The block manager's actor."""
+"""The block manager's actor, which connects the assignment of KV cache blocks with the scheduler
+and the runners."""
 
 from __future__ import annotations
 
@@ -12,15 +13,16 @@ from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.setup.actors import ActorConfig, RunnerReady, encoder_limits
 
 _MAX_CHANGES = 4096
-"""Maximum number of index changes in one message."""
+"""Maximum number of changes of the prefix cache index in one message."""
 _MIN_CHANGES = 64
-"""Minimum number of index changes in one message. Fewer are sent only when a sequence ends, when
-the index is cleared, or when the outbox has room again."""
+"""Minimum number of changes of the prefix cache index in one message. Fewer are sent only when a
+sequence ends, when the index is cleared, or when the outbox has room again."""
 
 
 class BlockManagerActor(Actor):
-    """Receives turns from the scheduler, sends steps to the runners, and answers the scheduler.
-    Answers are merged while the outbox to the scheduler has no room."""
+    """Actor that receives turns (each contains the scheduler's decisions after one event), sends
+    steps to the runners, and answers the scheduler. Answers are merged while the outbox to the
+    scheduler has no room."""
 
     def __init__(self, config: ActorConfig) -> None:
         self._config = config
@@ -64,15 +66,18 @@ class BlockManagerActor(Actor):
         )
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Return the handler of turns, which arrive in the order of the events that caused them."""
+        """Return the handler of turns. A turn contains the scheduler's decisions after one
+        event."""
         return {Turn: self._on_turn}
 
     def span_names(self) -> Mapping[type, str]:
-        """Return the trace span name for the handling of turns; steps wait for it."""
+        """Return the trace span name for handling the scheduler's decisions after an event. The
+        next step waits for this work."""
         return {Turn: "bind"}
 
     def _on_turn(self, turn: Turn) -> None:
-        """Process a turn. Its step is sent first, since a device may be waiting for it."""
+        """Process the scheduler's decisions after one event. The planned step is sent first, since
+        a device may be waiting for it."""
         turn = self.context.owned_copy(turn)
         if (step := self._manager.apply_turn(turn)) is not None:
             self._runners.send(step)
@@ -89,8 +94,8 @@ class BlockManagerActor(Actor):
             self._scheduler.send(answer)
 
     def _publish_index(self, at_least: int = 1) -> None:
-        """Publish index changes if there are at least `at_least` of them, as far as the frontend
-        has room. A later call publishes the rest."""
+        """Send changes of the prefix cache index to the frontend if there are at least `at_least`,
+        as long as the outbox has room. A later call sends the rest."""
         changes = self._manager.pool.changes
         if changes is None or len(changes) < at_least:
             return

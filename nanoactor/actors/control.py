@@ -1,5 +1,5 @@
-"""Control orders from the user to the scheduler, which are sent again after a restart: pausing, and
-clearing the prefix index."""
+"""Control orders from the user to the scheduler: pausing, and clearing the prefix cache index. They
+are sent again after a restart."""
 
 from __future__ import annotations
 
@@ -9,13 +9,14 @@ from nanoactor.messages.orders import ForgetIndex, Pause
 
 
 class EngineControl:
-    """Sends control orders to the scheduler. While processes restart, orders are held back."""
+    """Sender of the user's control orders to the scheduler. While processes restart, orders are
+    delayed."""
 
     def __init__(self) -> None:
         self.is_paused = False
         """True if planning is paused: no steps are planned, and requests wait where they are."""
         self._forget_number = 0
-        """Number of orders to clear the prefix index so far."""
+        """Number of orders so far to clear the prefix cache index."""
         self._scheduler: Any = None
 
     def pause(self, paused: bool) -> None:
@@ -25,18 +26,18 @@ class EngineControl:
             self._scheduler.send(Pause(paused))
 
     def forget_index(self) -> None:
-        """Clear the prefix index, so that later requests reuse no earlier results."""
+        """Clear the prefix cache index, so that later requests reuse no earlier results."""
         self._forget_number += 1
         if self._scheduler is not None:
             self._scheduler.send(ForgetIndex(self._forget_number))
 
     def detach(self) -> None:
-        """Hold back orders from now on, because processes are restarting."""
+        """Delay orders from now on, because processes are restarting."""
         self._scheduler = None
 
     def attach(self, scheduler: Any) -> None:
-        """Send the orders that are still in force to a restarted scheduler. Call before any request
-        is sent to it."""
+        """Send the orders that are still in force to a new scheduler, and later orders at once.
+        Must be called before any request is sent to it."""
         self._scheduler = scheduler
         if self.is_paused:
             scheduler.send(Pause(True))

@@ -1,5 +1,5 @@
-"""The detokenizer's actor. It sends output when the frontend has room, and merges output until
-then."""
+"""The detokenizer's actor, which converts output tokens to text. It sends output when the outbox to
+the frontend has room, and merges output until then."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _dummy_messages = functools.cache(text_messages)
 
 
 class DetokenizerActor(Actor):
-    """Receives tokens from the scheduler, sends text to the frontend, and ends sequences whose text
-    contains a stop string."""
+    """Actor that receives tokens from the scheduler, sends text to the frontend, and ends sequences
+    whose text contains a stop string."""
 
     def __init__(self, config: ActorConfig) -> None:
         self._directory = config.files.tokenizer_directory
@@ -68,8 +68,8 @@ class DetokenizerActor(Actor):
         self._report()
 
     def _report(self) -> None:
-        """Send ended sequences to the scheduler and output to the frontend, as far as the outboxes
-        have room."""
+        """Send ended sequences to the scheduler and output to the frontend, while the outboxes have
+        room. The rest is sent later."""
         stopped = self._detokenizer.stopped
         if stopped and self._scheduler.ready:
             self._scheduler.send(Stop(np.array(stopped, np.int64)))

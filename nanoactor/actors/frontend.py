@@ -43,8 +43,8 @@ _LONG_PROMPT_BYTES = 64 * 1024
 
 
 class FrontendActor(Actor):
-    """Keeps the request journal, submits requests to the other actors, and delivers their output.
-    The engine's public API calls its methods, which never block."""
+    """Actor that keeps the journal of live requests, submits requests to the other actors, and
+    delivers their output. The engine's public API calls its methods, which never block."""
 
     def __init__(self, config: ActorConfig) -> None:
         self._config, self._files, self._salt = config.engine, config.files, config.salt
@@ -75,8 +75,8 @@ class FrontendActor(Actor):
         waits for it."""
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
-        """Look up the outboxes to the other actors, and prepare the admission of requests for the
-        runners' KV cache."""
+        """Look up the outboxes to the other actors, and set the limits on requests according to the
+        KV cache that the runners have allocated."""
         super().start(context, ready)
         self._tokenizers = [
             context.outbox(f"tokenizer.{index}") for index in range(self._config.num_tokenizers)
@@ -128,16 +128,17 @@ class FrontendActor(Actor):
         return kind != "grammar" or bool(entry.submit.spec.grammar)
 
     def reset(self) -> None:
-        """Forget which requests are at the tokenizers, but keep the journal."""
+        """Forget which requests are at the tokenizers, but keep the journal of live requests."""
         self._untokenized, self._load = {}, [0] * self._config.num_tokenizers
 
     def expects_death(self) -> bool:
-        """Return True if a request that may crash a process is running in a trial."""
+        """Return True during a trial, in which requests that may have crashed a process run in
+        separate groups until the culprit is found."""
         return self._readmission.is_trial
 
     def finish_restart(self) -> None:
-        """Send all unfinished requests again after all processes have restarted. Held requests
-        fail."""
+        """Send all unfinished requests again after all processes have restarted. Held requests, for
+        which a caller chooses each token, end with an error."""
         self._is_restarting = False
         for entry in self._unique_entries():
             if entry.aborted:
@@ -154,8 +155,8 @@ class FrontendActor(Actor):
         return list({id(entry): entry for entry in self._entries.values()}.values())
 
     def _readmit(self, entries: Sequence[Entry]) -> None:
-        """Send these requests again. If they form a trial, it ends after `TRIAL_SECONDS` at the
-        latest."""
+        """Send these requests again. If they form a trial, which tests requests that may have
+        crashed a process, the trial ends after `TRIAL_SECONDS` at the latest."""
         for entry in entries:
             self._send_again(entry)
         if self._readmission.is_trial:
@@ -189,7 +190,7 @@ class FrontendActor(Actor):
 
     def handlers(self) -> Mapping[type, Handler]:
         """Return the handlers of output, of requests to resend media, and of changes of the prefix
-        index."""
+        cache index."""
         return {
             OutputDelta: self._deliver,
             ResendMedia: self._resend,
@@ -233,8 +234,8 @@ class FrontendActor(Actor):
 
     def announce(self) -> None:
         """Wake the other processes, because a request is about to be submitted. They wake up while
-        the request is checked. If requests are already waiting, those processes are awake or busy,
-        and nothing is done."""
+        the request is checked. Does nothing if requests are already waiting, because then the
+        processes are awake or busy."""
         if not self._waiting_requests:
             self.context.wake_others()
 
@@ -242,14 +243,14 @@ class FrontendActor(Actor):
         """Create a request with the next uid, add it to the journal, and send it to the other
         actors. `make` creates the journal entry, given the uid.
 
-        Raises `EngineOverloaded` if there is no room. A rejected request uses no uid, because the
-        scheduler relies on uids without gaps.
+        Raises `EngineOverloaded` if the queue has no room. A rejected request uses no uid, because
+        the scheduler relies on uids without gaps.
         """
         return self.submit_all([make])[0]
 
     def submit_all(self, factories: Sequence[Callable[[int], Entry]]) -> list[Entry]:
-        """Submit several requests, or none of them if there is no room for all. Each factory
-        creates a journal entry, given its first uid."""
+        """Submit several requests, or raise `EngineOverloaded` and submit none if the queue has no
+        room for all. Each factory creates a journal entry, given its first uid."""
         entries, uid = [], self._next_uid
         for make in factories:
             entries.append(make(uid))
@@ -314,8 +315,8 @@ class FrontendActor(Actor):
 
     def _choose_tokenizer(self, size: int) -> int:
         """Return the index of the least loaded tokenizer for a prompt of `size` bytes or tokens. If
-        there are several tokenizers, the first one gets no long prompts, so that short prompts need
-        not wait for long ones."""
+        there are several tokenizers, the first one receives no long prompts, so that short prompts
+        need not wait for long ones."""
         first = 1 if size > _LONG_PROMPT_BYTES and len(self._load) > 1 else 0
         return min(range(first, len(self._load)), key=self._load.__getitem__)
 
@@ -483,8 +484,8 @@ class FrontendActor(Actor):
         entry.wake()
 
     def _leave_queue(self, entry: Entry, uid: int) -> None:
-        """Stop counting a sequence as waiting. With the first sequence of a request, also stop
-        counting its prompt."""
+        """Stop counting a sequence as waiting. When the first sequence of a request leaves the
+        queue, also stop counting the request's prompt tokens and media."""
         self._waiting_requests.discard(uid)
         if not entry.has_left_queue:
             entry.has_left_queue = True
@@ -523,12 +524,13 @@ class FrontendActor(Actor):
     def statistics(self) -> dict[str, Any]:
         """Return the sizes of the journal and of its queues.
 
-        `entries` is the number of unfinished sequences. `waiting_*` are the number of those without
-        a first token, and their prompt tokens and media bytes. `kept` is the number of requests
-        that wait for a trial to end. `untokenized` is the number of requests that no tokenizer has
-        processed, and `direct` the number of those that needed none. `media_sending` is the number
-        of media items in transit. `step_at` is the time of the latest output, in ns of the
-        monotonic clock.
+        `entries` is the number of unfinished sequences. `waiting_*` are the number of sequences
+        without a first token, and the prompt tokens and media bytes of such requests. `kept` is the
+        number of requests that wait for the end of a trial (a run of requests that may have crashed
+        a process). `untokenized` is the number of requests that no tokenizer has processed yet.
+        `direct` is the number of requests since the start that needed no tokenizer. `media_sending`
+        is the number of media items in transit. `step_at` is the time of the latest output, in ns
+        of the monotonic clock.
         """
         return {
             "entries": len(self._entries),

@@ -53,8 +53,9 @@ def _make_compiler(config: ActorConfig) -> GrammarCompiler | InvalidRequest:
 
 
 class GrammarActor(Actor):
-    """Opens grammars for constrained sequences, and sends their masks to the runners. All of its
-    state can be rebuilt after a restart from the grammars and tokens of the sequences."""
+    """Actor that opens grammars for constrained sequences, and sends their token masks to the
+    runners. All of its state can be rebuilt after a restart from the grammars and tokens of the
+    sequences."""
 
     def __init__(self, config: ActorConfig) -> None:
         self._config = config
@@ -106,7 +107,8 @@ class GrammarActor(Actor):
                     self._set_fill(self._compiler.parallel_fill(len(os.sched_getaffinity(0))))
 
     def _set_fill(self, fill: FillMasks | None) -> None:
-        """Use `fill` to compute several masks in parallel, unless it is None."""
+        """Use `fill` to compute several masks in parallel. If it is None, masks are computed one by
+        one."""
         if fill is not None:
             self._book.batch, self._book.fill = _BATCH, fill
 
@@ -215,8 +217,8 @@ class GrammarActor(Actor):
     # -- the edges ------------------------------------------------------------------------
 
     def _report(self) -> None:
-        """Send masks to the runners, and forced tokens and failures to the scheduler, as far as the
-        outboxes have room."""
+        """Send masks to the runners, and forced tokens and failures to the scheduler, while the
+        outboxes have room. The rest is sent later."""
         while self._runners.ready:
             if (masks := self._book.pop_masks(MAX_MASKS_PER_MESSAGE)) is None:
                 break

@@ -1,4 +1,5 @@
-"""Distribution of prefix index changes to any number of readers in the user's process."""
+"""Distribution of changes of the prefix cache index to any number of readers in the user's
+process."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ from nanoactor.kv.index_events import IndexEvents
 
 
 class IndexFeed:
-    """Sends each reader the whole index first, and then its changes. Changes are merged while a
-    reader is busy."""
+    """Feed of the prefix cache index. Each reader receives the whole index first, and then its
+    changes, which are merged while the reader is busy."""
 
     def __init__(self) -> None:
         self._copy = IndexCopy()
@@ -20,7 +21,7 @@ class IndexFeed:
         self._error: NanoactorError | None = None
 
     def forward(self, events: IndexEvents) -> None:
-        """Pass on changes from the block manager to all readers."""
+        """Pass changes of the prefix cache index from the block manager to all readers."""
         self._copy.apply(events)
         for changes, news in self._readers.items():
             if events.cleared:
@@ -38,8 +39,8 @@ class IndexFeed:
             news.set()
 
     async def read(self) -> AsyncGenerator[IndexEvents, None]:
-        """Yield the whole index and then its changes. Raises the error passed to `end` once the
-        engine is gone."""
+        """Yield the whole prefix cache index and then its changes. Raises the error passed to `end`
+        once the engine is gone."""
         changes, news = IndexChanges(), asyncio.Event()
         changes.republish(self._copy.contents)
         self._readers[changes] = news

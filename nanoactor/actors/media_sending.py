@@ -16,8 +16,8 @@ from nanoactor.vision.media import PIECE_BYTES
 
 
 class MediaSender:
-    """Sends the bytes of pictures and videos to vision workers, as far as the outboxes have
-    room."""
+    """Sender of pictures and videos to vision workers. It sends pieces as long as the outboxes have
+    room, and the rest later."""
 
     def __init__(self, workers: Sequence[Outbox]) -> None:
         """`workers` are the outboxes to the vision workers, by worker index."""
@@ -37,8 +37,8 @@ class MediaSender:
 
     def send(self, entry: Entry, uid: int, item: int, tokenizer: int) -> None:
         """Queue an item of a request for its vision worker, which is the same for all sequences of
-        the request. The worker reports the item's key and grid to the tokenizer with index
-        `tokenizer`; -1 means to none."""
+        the request. The worker reports the item's key (content hash) and grid (size in tokens) to
+        the tokenizer with index `tokenizer`; -1 means to none."""
         media = entry.media[item]
         worker = entry.submit.uid % len(self._workers)
         data = memoryview(media.data).cast("B")

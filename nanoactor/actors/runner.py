@@ -40,8 +40,8 @@ has failed."""
 
 
 class DrainMarker:
-    """Marker that is queued behind all launched steps and passes through a runner's threads. It
-    shows when these steps are done."""
+    """Marker that is queued behind all launched steps of a runner. Its events are set once these
+    steps are done."""
 
     def __init__(self) -> None:
         self.collected, self.done = threading.Event(), threading.Event()
@@ -49,7 +49,8 @@ class DrainMarker:
 
 
 class RunnerActor(Actor):
-    """Actor of one tensor-parallel rank. Only rank 0 reports sampled tokens to the scheduler."""
+    """Actor that runs steps on the device of one tensor-parallel rank. Only rank 0 reports sampled
+    tokens to the scheduler."""
 
     def __init__(self, config: RankConfig) -> None:
         self._config = config
@@ -214,7 +215,8 @@ class RunnerActor(Actor):
             self._prepared.put((step.step, prepared))
 
     def _units_of(self, pixels: NDArray[np.uint8]) -> int:
-        """Return the number of units in which an item with pixels of this shape is encoded."""
+        """Return the number of units (parts encoded at once) of an image or video with these
+        pixels."""
         files, budget = self._config.files, self._config.engine.max_num_batched_tokens
         assert files.images is not None
         assert files.config.vision is not None
@@ -406,10 +408,11 @@ class RunnerActor(Actor):
         seconds.
 
         `ahead` counts the steps that were prepared while the device was busy with an earlier one.
-        `steps_uncaptured` and `steps_too_large` count those launched operator by operator instead
-        of as a graph. `queued` is the number of steps queued or running, and `step_may_take` is the
-        time limit of the first of these, in seconds. `step_at` is the end of the latest step, in ns
-        of the monotonic clock.
+        `steps_uncaptured` and `steps_too_large` count the steps launched operator by operator,
+        because their size could not be captured as a graph or because they are larger than every
+        captured graph. `queued` is the number of steps queued or running, and `step_may_take` is
+        the time limit of the first of these, in seconds. `step_at` is the end of the latest step,
+        in ns of the monotonic clock.
         """
         may_take = (self.progress() or (0, 0.0))[1]
         return {

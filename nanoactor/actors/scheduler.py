@@ -1,4 +1,5 @@
-"""The scheduler's actor."""
+"""The scheduler's actor, which passes messages to the scheduling logic and sends those that
+result."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ step's number."""
 
 
 class SchedulerActor(Actor):
-    """Passes events to the `Scheduler`, and sends the resulting messages to the other actors."""
+    """Actor that passes events (received messages) to the `Scheduler`, and sends the resulting
+    messages to the other actors."""
 
     def __init__(self, config: ActorConfig) -> None:
         self._config = config
@@ -43,8 +45,8 @@ class SchedulerActor(Actor):
         self._mask_clock_runs = False
         """True if a `MaskClock` timer is running, which detects masks that are overdue."""
         self._hold_clock_runs = False
-        """True if a `HoldClock` timer is running, which detects callers that do not continue their
-        held sequences."""
+        """True if a `HoldClock` timer is running, which detects callers that do not resume their
+        paused sequences."""
         self._scheduler = Scheduler(_scheduler_config(self._config, RunnerReady.find(ready)))
         self._block_size = RunnerReady.find(ready).block_size
 
@@ -126,8 +128,8 @@ class SchedulerActor(Actor):
 
     def rehearse(self) -> Iterator[object]:
         """Process a dummy request in a copy of the scheduler and the block manager, to warm up the
-        CPU caches. Begins only after the next step has been planned, because too little time is
-        left before it."""
+        CPU caches. Begins only after the next step has been planned, because before then too little
+        time is left."""
         before = self._scheduler.statistics.steps
         while self._scheduler.statistics.steps == before:
             yield None

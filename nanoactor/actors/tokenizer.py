@@ -62,8 +62,8 @@ def _result_of(work: Callable[[], Encoded]) -> Encoded | Exception:
 
 
 class TokenizerActor(Actor):
-    """Tokenizes submitted requests and sends them to the scheduler. After a restart, requests that
-    it has not answered are sent to it again."""
+    """Actor that tokenizes submitted requests and sends them to the scheduler. After a restart, the
+    frontend submits unanswered requests again."""
 
     def __init__(self, config: ActorConfig) -> None:
         self._config = config
@@ -114,13 +114,13 @@ class TokenizerActor(Actor):
         self._restarts += 1
 
     def _queue_number(self, uid: int) -> int:
-        """Return a request's number in the template queue. The number is unique across restarts,
-        because the queue may still contain requests from before a restart."""
+        """Return a request's number in the template queue. It differs after each restart, because
+        the queue may still contain requests from before."""
         return self._restarts << 48 | uid
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
-        """Prepare the admission of requests and the limits on pictures for the cache that the
-        runners have allocated."""
+        """Set the limits on requests and pictures according to the size of the KV and encoder
+        caches that the runners have allocated."""
         super().start(context, ready)
         cache = RunnerReady.find(ready)
         files, salt = self._config.files.fit_to_cache(cache.capacity_tokens), self._config.salt
@@ -129,7 +129,8 @@ class TokenizerActor(Actor):
         self._limits = encoder_limits(self._config, cache)
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Return the handlers of requests, of aborts, and of the keys and sizes of pictures."""
+        """Return the handlers of requests, of aborts, and of the keys (content hashes) and sizes of
+        pictures."""
         return {Submit: self._on_submit, Abort: self._on_abort, ItemsRead: self._on_items_read}
 
     def span_names(self) -> Mapping[type, str]:
@@ -153,7 +154,8 @@ class TokenizerActor(Actor):
         self._templates.render(self._queue_number(event.uid), chat, options, done)
 
     def _check_options(self, options: str) -> None:
-        """Raise `InvalidRequest` if the chat template does not read some of the options."""
+        """Raise `InvalidRequest` if `options` (JSON text) contain one that the chat template does
+        not read."""
         try:
             decoded = json.loads(options)
         except RecursionError:  # the user's process may have a higher limit
@@ -233,8 +235,9 @@ class TokenizerActor(Actor):
             self._finish(event, error)
 
     def _callback(self, event: Submit, convert: Callable[[Any], Encoded]) -> Callable[[Any], None]:
-        """Return a callback for another thread, which passes the thread's result to this actor's
-        event loop."""
+        """Return a callback for another thread to call with its result. On this actor's event loop,
+        the result is converted with `convert`, and the request is finished; an exception rejects
+        it."""
         own = self.context.owned_copy(event)
 
         def answer(result: Any) -> None:
@@ -292,12 +295,13 @@ class TokenizerActor(Actor):
         return self._admission.admit(event, spec, tokens, items, free)
 
     def _split_free_text(self, grammar: str) -> tuple[str, FreeText | None]:
-        """Return a grammar without its leading free text, and the tokens that delimit that text.
+        """Return a grammar without its leading free text, and the tokens that delimit that text, or
+        None if no free text is removed.
 
-        If layers keep slot states, the grammar is returned unchanged, and free text is sampled
-        under masks. Otherwise, a sequence that rejects the end of free text would return to a
-        position that the device has already computed. Its state would then include that position
-        twice.
+        If layers keep recurrent states outside the KV cache, the grammar is returned unchanged, so
+        that free text is sampled under masks. Without masks, a sequence that rejects the end of
+        free text returns to a position that the device has already computed, and a recurrent state
+        would include that position twice.
         """
         if not grammar or self._config.files.has_slot_state:
             return grammar, None
@@ -324,8 +328,8 @@ class TokenizerActor(Actor):
         return rules
 
     def _place_items(self, event: Submit, tokens: Int32) -> tuple[Int32, Items | None]:
-        """Return the prompt with one token for each row of its pictures, and the `Items` message
-        that describes them; None instead of the message if there are no pictures."""
+        """Return the prompt with one placeholder token for each embedding of its pictures, and the
+        `Items` message that describes the pictures, or None if there are none."""
         vision = self._config.files.config.vision
         if vision is None:
             return tokens, None

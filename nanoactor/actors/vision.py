@@ -1,5 +1,5 @@
-"""The vision worker actor, which computes the keys of pictures on arrival and decodes them on
-request."""
+"""The vision worker actor, which computes the keys (content hashes) of pictures and videos on
+arrival, and decodes them on request."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ STORE_BYTES = 256 << 20
 
 @dataclasses.dataclass(slots=True)
 class _Arriving:
-    """An item of which only some bytes have arrived."""
+    """An item (a picture or video) of which only some bytes have arrived."""
 
     data: bytearray
     first: MediaPiece
@@ -57,7 +57,8 @@ class _Cancelled(Exception):
 
 @dataclasses.dataclass(slots=True)
 class _Counts:
-    """Counts since the actor started."""
+    """Numbers of items reported and decoded, and the time spent on decoding, since the actor
+    started."""
 
     items: int = 0
     decoded: int = 0
@@ -65,8 +66,8 @@ class _Counts:
 
 
 class VisionActor(Actor):
-    """Identifies pictures and videos, and decodes them to pixels for the runners. After a restart,
-    everything that was lost is sent to it again."""
+    """Actor that identifies pictures and videos, and decodes them to pixels for the runners. After
+    a restart, the bytes and requests that were lost are sent to it again."""
 
     def __init__(self, config: ActorConfig) -> None:
         self._config = config
@@ -127,8 +128,8 @@ class VisionActor(Actor):
         }
 
     def span_names(self) -> Mapping[type, str]:
-        """Return the trace span name for media bytes. It refers to computing an item's key, which
-        happens when the last bytes arrive."""
+        """Return the trace span name for media bytes. The name refers to computing an item's key
+        (content hash), which happens when the last bytes arrive."""
         return {MediaPiece: "name picture"}
 
     # -- media bytes ----------------------------------------------------------------------
@@ -163,7 +164,8 @@ class VisionActor(Actor):
             return _unusable(error)
 
     def _read_video(self, item_id: tuple[int, int], first: MediaPiece, media: Media) -> None:
-        """Compute the key and the grid of a video. Runs on the decoding thread."""
+        """Compute the key (content hash) and the grid (size in tokens) of a video. Runs on the
+        decoding thread."""
         found = self._read_header(media)
         if not self._stopping:
             self.context.call_soon(self._on_video_read, item_id, first, media, found)
@@ -278,7 +280,7 @@ class VisionActor(Actor):
         self._report()
 
     def _report(self) -> None:
-        """Send reports and pixels as far as the outboxes have room. The rest is merged and sent
+        """Send reports and pixels while the outboxes have room. The rest is merged and sent
         later."""
         for tokenizer, found in self._unreported.items():
             while found and self._tokenizers[tokenizer].ready:

@@ -31,7 +31,8 @@ class Admission:
 
     def direct(self, submit: Submit) -> Admit | None:
         """Return the `Admit` message of a request that can skip the tokenizer process; None if it
-        cannot. A request with an error is also sent to the tokenizer, which reports it."""
+        cannot. Also returns None for an invalid request, so that the tokenizer reports the
+        error."""
         tokens, spec = submit.token_ids, submit.spec
         if submit.text is not None or submit.chat is not None or spec.grammar:
             return None
@@ -104,8 +105,8 @@ class Admission:
 
 
 def check_length(tokens: int, limit: int, *, pools: bool) -> None:
-    """Raise `InvalidRequest` if a prompt of `tokens` tokens exceeds `limit`. Unless the request
-    pools, there must also be room for one output token."""
+    """Raise `InvalidRequest` if a prompt of `tokens` tokens exceeds `limit`. If `pools` is False,
+    the request generates text, and there must also be room for one output token."""
     if tokens + (not pools) <= limit:
         return
     max_length = f"{limit}" if pools else f"{limit - 1}, to leave room for one output token"

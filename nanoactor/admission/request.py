@@ -1,4 +1,4 @@
-"""A running request as its caller sees it: output, prompt, metrics and held sequences."""
+"""A running request as its caller sees it: output, prompt, metrics and paused sequences."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ then."""
 
 
 class RequestOwner(Protocol):
-    """The owner of a request's journal entry: the frontend of an engine, or the ingress in front of
-    several engines."""
+    """The owner of a request's journal entry (the record of its output so far): the frontend of an
+    engine, or the ingress in front of several engines."""
 
     def abort(self, entry: Entry) -> None:
         """Abort a request whose caller no longer reads its output."""

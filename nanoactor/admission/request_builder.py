@@ -60,8 +60,8 @@ def check_uint63(**values: object) -> None:
 
 
 def as_held(params: SamplingParams, submit: Submit, media: Sequence[Media]) -> Submit:
-    """Return `submit` changed such that its sequences pause after each token. Raises
-    `InvalidRequest` if its parameters are incompatible with that."""
+    """Return a copy of `submit` whose sequences pause after each token. Raises `InvalidRequest` if
+    the request uses options or media that do not allow this."""
     if params.logprobs is None or params.max_tokens is None:
         raise InvalidRequest("submit_held requires logprobs and max_tokens to be set")
     spec = submit.spec
@@ -162,8 +162,9 @@ class RequestBuilder:
     def build_pooled(
         self, prompt: Any, params: Any, priority: Any = 0, *, scores: bool = False
     ) -> Submit:
-        """Return the `Submit` message of a pooling request, with uid 0. The request is for a score
-        of a text pair if `scores` is True, otherwise for a vector."""
+        """Return the `Submit` message of a pooling request, whose uid is 0 until the frontend
+        assigns one. The request is for a score of a text pair if `scores` is True, otherwise for a
+        vector."""
         files = self._files
         pooling = check_pooling(params, files.pooling, files.config.hidden_size)
         if pooling.returns_scores is not scores:
@@ -229,9 +230,9 @@ class RequestBuilder:
         return dataclasses.replace(params, seed=self._seeds.getrandbits(64))
 
     def extract_media(self, prompt: Any) -> tuple[Any, tuple[Media, ...]]:
-        """Return the prompt without its pictures and videos, and these as a tuple. This reads files
-        and decodes images that Pillow has not decoded yet. If `needs_opening` returns True, do not
-        call it on an event loop but in a thread."""
+        """Return the prompt without its pictures and videos, and a tuple of these. This may read
+        files and decode images; if `vision.parts.needs_opening(prompt)` is True, call it in a
+        thread rather than on an event loop."""
         if isinstance(prompt, Mapping):
             prompt = dict(prompt)
             given = prompt.pop("multi_modal_data", None)
@@ -419,8 +420,8 @@ def _check_priority(priority: Any) -> int:
 
 
 def _token_rules(params: SamplingParams) -> TokenRules | None:
-    """Return the rules on token ids, without bad words, whose token ids the tokenizer adds; None if
-    there are no rules."""
+    """Return the rules on token ids; None if there are none. They lack the token ids of bad words,
+    which the tokenizer adds."""
     biases = params.logit_bias or {}
     if not (biases or params.allowed_token_ids or params.bad_words):
         return None

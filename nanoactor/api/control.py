@@ -9,12 +9,14 @@ from nanoactor.errors import InvalidRequest, public
 
 
 class ControlCalls(abc.ABC):
-    """Base class of engines that can be paused. The methods have the names of vLLM's `AsyncLLM`."""
+    """Base class of engines that can be paused. The methods have the same names as in vLLM's
+    `AsyncLLM`."""
 
     @abc.abstractmethod
     def _require_frontend(self) -> FrontendActor:
-        """Return the frontend actor, which runs in the caller's process. Raises `EngineClosed`,
-        `EngineDead` or `NotUsableHere` if the engine cannot be used."""
+        """Return the frontend actor, which runs in the caller's process and passes requests to the
+        engine. Raises `EngineClosed`, `EngineDead` or `NotUsableHere` if the engine cannot be
+        used."""
 
     @public
     async def pause_generation(self, *, mode: str = "keep") -> None:

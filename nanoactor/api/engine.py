@@ -76,7 +76,8 @@ have `"multi_modal_data": {"image": [...]}`; messages may have image content par
 
 
 class AsyncLLM(ControlCalls, PoolingCalls):
-    """An engine whose actors run in separate processes. Use it from a single event loop.
+    """An engine whose actors (tokenizer, scheduler, model runner and others) run in separate
+    processes. Use it from a single event loop.
 
     Use it in an `async with` statement, or call `start` and `close`:
 
@@ -169,8 +170,9 @@ class AsyncLLM(ControlCalls, PoolingCalls):
 
     @public
     async def start(self) -> AsyncLLM:
-        """Start all processes, load the model and warm up. Afterwards, the engine can be used only
-        in the current event loop."""
+        """Start all processes, load the model, warm up, and return this engine. Afterwards, the
+        engine can be used only in the current event loop. Raises `EngineClosed` if it was started
+        before."""
         if self._started or self._closed:
             raise EngineClosed("an engine can be started only once; create a new one")
         self._started = True
@@ -201,7 +203,7 @@ class AsyncLLM(ControlCalls, PoolingCalls):
         return self
 
     async def __aenter__(self) -> AsyncLLM:
-        """Start the engine."""
+        """Start the engine and return it."""
         return await self.start()
 
     async def __aexit__(self, *_: object) -> None:
@@ -249,8 +251,8 @@ class AsyncLLM(ControlCalls, PoolingCalls):
 
     @property
     def recovering(self) -> tuple[str, float] | None:
-        """Names of the processes that have died and `time.monotonic()` at their death, while they
-        are being replaced and requests wait. Otherwise None."""
+        """Names of the processes that have died, as one string, and `time.monotonic()` at their
+        death, while they are being replaced and requests wait. Otherwise None."""
         return self._system.recovering
 
     @property
@@ -271,8 +273,8 @@ class AsyncLLM(ControlCalls, PoolingCalls):
         return self.dead
 
     def _require_frontend(self) -> FrontendActor:
-        """Return the frontend actor, which runs in this process. Raises `EngineClosed`,
-        `EngineDead` or `NotUsableHere` if the engine cannot be used."""
+        """Return the frontend actor, which runs in this process and passes requests to the engine.
+        Raises `EngineClosed`, `EngineDead` or `NotUsableHere` if the engine cannot be used."""
         if self._closed or self._frontend is None:
             raise EngineClosed(
                 "the engine was closed"
@@ -307,12 +309,12 @@ class AsyncLLM(ControlCalls, PoolingCalls):
         canceling the iterator aborts the request. Requests with lower values of `priority` run
         first.
 
-        `so_far` continues a sequence that another engine with the same model has partly emitted.
+        `so_far` continues a sequence that another engine with the same model has partly generated.
         The result is the same as if that engine had finished the sequence. Prompt and parameters
         must be the same, with two exceptions: n is 1, and the seed is the sequence's own
-        (`derived_seed` for all but the first). Outputs contain only the new part; limits, penalties
-        and offsets count the whole sequence. Continued requests run before all requests that start
-        here, even if the queue is full.
+        (`derived_seed` for all but the first). Outputs contain only the new part, but limits,
+        penalties and offsets apply to the whole sequence. Continued requests are accepted even if
+        the queue is full, and run before all requests that start here.
 
         `trace_headers` are the W3C headers `traceparent` and `tracestate` of the caller's span,
         which becomes the parent of the request's span. They have no effect without
@@ -401,8 +403,8 @@ class AsyncLLM(ControlCalls, PoolingCalls):
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> Request:
-        """Queue a prompt whose sequences pause after each token; `Request.held` describes how to
-        resume them.
+        """Queue a prompt whose sequences pause after each token until the caller resumes them, as
+        `Request.held` describes.
 
         A search algorithm on top of the engine can use this method. The request counts as one
         waiting request. `sampling_params` must have `logprobs` and `max_tokens`. Raises the same
@@ -428,8 +430,8 @@ class AsyncLLM(ControlCalls, PoolingCalls):
         scores: bool = False,
         trace_headers: Mapping[str, str] | None = None,
     ) -> Request:
-        """Queue a text for pooling; `PoolingCalls.submit_pooled` describes parameters and
-        errors."""
+        """Queue a text whose embedding vector or score is computed. Parameters and errors are those
+        of `PoolingCalls.submit_pooled`."""
         frontend, origin = self._require_frontend(), origin_of(trace_headers)
         self._check_request_id(frontend, request_id)
         frontend.announce()
@@ -470,8 +472,8 @@ class AsyncLLM(ControlCalls, PoolingCalls):
         request_id: str | None = None,
         so_far: OutputSoFar | None = None,
     ) -> Callable[[int], Entry]:
-        """Check a request and return a function that creates its `Entry` from a request number
-        (uid)."""
+        """Check a request, and return a function that creates its `Entry`, the record of its
+        output, from a request number (uid)."""
         params = self._requests.params_or_default(sampling_params)
         built = self._requests.build(prompt, params, priority, chat_template_kwargs, so_far=so_far)
         return entry_maker(built, params, request_id, self._id_prefix, so_far is not None)
@@ -479,7 +481,8 @@ class AsyncLLM(ControlCalls, PoolingCalls):
     def _instrument(
         self, make_entry: Callable[[int], Entry], origin: Origin
     ) -> Callable[[int], Entry]:
-        """Return a factory for the same entry, whose spans are made at its end if they are on."""
+        """Return a function that creates the same entry as `make_entry`. If telemetry is on, it
+        also exports OpenTelemetry spans when the request ends."""
         return (
             make_entry
             if self._telemetry is None
@@ -513,8 +516,8 @@ class AsyncLLM(ControlCalls, PoolingCalls):
         """Abort a request. Unknown ids are ignored.
 
         The request's iterator immediately yields a last output with finish_reason "abort". The
-        engine releases the request's resources a few steps later, at most one step more than may be
-        in flight.
+        engine releases the request's resources within a few steps: at most the number of steps that
+        may be in flight, plus one.
         """
         check_request_id(request_id)
         frontend = self._require_frontend()
@@ -533,12 +536,13 @@ class AsyncLLM(ControlCalls, PoolingCalls):
 
     @public
     def index_events(self) -> AsyncGenerator[IndexEvents, None]:
-        """Yield the contents of the prefix index as hashes of full KV blocks, keyed by
-        `prefix_salt`.
+        """Yield the contents of the prefix index (the KV blocks that the engine has cached), as
+        hashes of full blocks with the key `prefix_salt`.
 
-        The first item has the whole index, later ones the changes since the previous item. Changes
-        arrive slightly delayed and are merged until they are read. Raises `InvalidRequest` without
-        `prefix_salt`, `EngineDead` and `EngineClosed`.
+        The first item contains the whole index, and each later one the changes since the previous
+        item. Changes arrive slightly delayed and are merged until they are read. Raises
+        `InvalidRequest` if `prefix_salt` is not set, and `EngineDead` or `EngineClosed` once the
+        engine has ended.
         """
         if self.config.prefix_salt is None:
             raise InvalidRequest(
@@ -548,17 +552,18 @@ class AsyncLLM(ControlCalls, PoolingCalls):
 
     @public
     async def statistics(self) -> dict[str, dict[str, Any]]:
-        """Return statistics by actor name, including those of the actor's mailbox and edges."""
+        """Return each actor's statistics, by actor name, including those of its mailbox and of its
+        message channels (edges)."""
         self._require_frontend()
         return await self._system.statistics()
 
     @public
     async def activity(self, begin: int, width: int, bins: int) -> dict[str, NDArray[np.float32]]:
-        """Return the fraction of time, from 0 to 1, that each actor and device was busy, by track
-        name.
+        """Return the fraction of time, from 0 to 1, for which each actor and device was busy. The
+        keys are the names of the actors and devices.
 
-        The array has `bins` elements, one for each interval of `width` ns from `begin` (ns on the
-        monotonic clock). Unfinished spans are left out.
+        Each array has `bins` elements, one for each interval of `width` ns from `begin` (ns on the
+        monotonic clock). Work that has not finished is left out.
         """
         check_uint63(begin=begin, width=width, bins=bins)
         self._require_frontend()

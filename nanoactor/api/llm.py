@@ -116,7 +116,8 @@ class LLM:
 
     @public
     def close(self) -> None:
-        """End all processes. Every caller waits until they have ended."""
+        """End all processes, and return once they have ended. Unfinished requests raise
+        `EngineClosed`. May be called repeatedly, and from several threads."""
         if os.getpid() != self._pid:
             return
         with self._closing:
@@ -247,8 +248,9 @@ class LLM:
         pooling_params: PoolingParams | None = None,
         use_tqdm: bool = True,
     ) -> list[ScoringRequestOutput]:
-        """Score how well documents match queries, as `AsyncLLM.score` does. `queries` is one query
-        for all documents, or one for each."""
+        """Return a score for each document: how well it matches its query, as in `AsyncLLM.score`.
+        `queries` is one query for all documents, or one for each. Raises `InvalidRequest` for any
+        other number."""
         query_list = _as_list(queries, "queries", "a text, or a list of them")
         document_list = _as_list(documents, "documents", "a text, or a list of them")
         if len(query_list) == 1:

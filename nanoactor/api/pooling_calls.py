@@ -43,9 +43,9 @@ class PoolingCalls(abc.ABC):
         scores: bool = False,
         trace_headers: Mapping[str, str] | None = None,
     ) -> Request:
-        """Queue a text for pooling: an embedding vector is computed, or, with `scores`, the logits
-        of a reranker. `Request.vector` returns the result.
-        `trace_headers` are as for `AsyncLLM.generate`.
+        """Queue a text for pooling: its embedding vector is computed, or, with `scores`, the logits
+        of a reranker. `Request.vector` returns the result. `trace_headers` have the same meaning as
+        in `AsyncLLM.generate`.
 
         Raises `InvalidRequest` and `EngineOverloaded` immediately.
         """

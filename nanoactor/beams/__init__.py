@@ -1,1 +1,1 @@
-"""Beam search on top of the engine's held requests."""
+"""Beam search on top of the engine's held requests, whose sequences pause after each token."""

@@ -1,5 +1,5 @@
-"""The logic of a beam search over one prompt. It takes log-probabilities and yields sequences,
-without any I/O."""
+"""The logic of a beam search over one prompt. It does no I/O: it receives log-probabilities and
+returns sequences."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from nanoactor.requests.params import BeamSearchParams
 
 
 def candidates_per_beam(params: BeamSearchParams, eos_token_ids: Collection[int]) -> int:
-    """Return the number of most likely tokens by which each beam is extended. This is twice
-    `beam_width`, or more if fewer than `beam_width` tokens could remain after the end-of-sequence
-    ids are removed."""
+    """Return the number of most likely tokens to consider as extensions of each beam. This is twice
+    `beam_width`, or more if fewer than `beam_width` of these tokens could remain without the
+    end-of-sequence ids."""
     ends = 0 if params.ignore_eos else len(set(eos_token_ids))
     return max(2 * params.beam_width, params.beam_width + ends)
 
 
 def beam_score(cum_logprob: float, length: int, length_penalty: float) -> float:
-    """Return the score by which sequences are ranked: `cum_logprob / length**length_penalty`.
-    `length` counts the prompt, but not the end-of-sequence token that ended the sequence; it is at
-    least 1."""
+    """Return the score that ranks sequences: `cum_logprob / length**length_penalty`. `length`
+    counts the prompt, but not the end-of-sequence token that ended the sequence; it is at least
+    1."""
     return float(cum_logprob / length**length_penalty)
 
 
@@ -41,8 +41,8 @@ class BeamSearch:
         self.live = [BeamSearchSequence(tokens=list(prompt))]
         """Sequences that the next step extends, most likely first."""
         self.parents: list[int] = []
-        """For each live sequence, the index of the sequence that it extends in the previous list of
-        live ones."""
+        """For each live sequence, the index of the sequence that it extends, in the previous list
+        of live sequences."""
         self._params = params
         self._eos = frozenset(() if params.ignore_eos else eos_token_ids)
         self._count = candidates_per_beam(params, eos_token_ids)
@@ -110,7 +110,7 @@ class BeamSearch:
 
     def result(self) -> BeamSearchOutput:
         """Return the best sequences, at most `beam_width`, without text. Live sequences end here,
-        with finish reason "length". Call once the search is over."""
+        with finish reason "length". Call only after the search is over."""
         for beam in self.live:
             beam.finish_reason = "length"
         return BeamSearchOutput(self._best([*self._ended, *self.live]))

@@ -60,7 +60,8 @@ def _use_utf8() -> None:
 
 
 def _decode_as_utf8(argument: str) -> str:
-    """Decode an argument as UTF-8 that Python has decoded as ASCII."""
+    """Decode an argument as UTF-8 after Python has decoded it as ASCII. Return it unchanged if it
+    is not valid UTF-8."""
     with contextlib.suppress(UnicodeError):
         return os.fsencode(argument).decode()
     return argument
@@ -107,8 +108,8 @@ def _assign_positionals(
     positionals: list[str],
     command_line: CommandLine,
 ) -> None:
-    """Assign the positional arguments to the model and the prompt. Exit with an error if that
-    fails."""
+    """Assign the positional arguments to the model and the prompt. Exit with an error if there are
+    too many, if the model is missing or if its position is ambiguous."""
     takes_prompt = hasattr(args, "prompt")
     max_positionals = 1 + takes_prompt
     if command_line.model is not None and len(positionals) == max_positionals:

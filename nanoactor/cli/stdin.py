@@ -8,8 +8,9 @@ import os
 
 
 class LineReader:
-    """Reads lines from a file descriptor as data arrives. Reading does not block the event loop. It
-    does not change the flags of a terminal either, which standard output shares."""
+    """Reads lines from a file descriptor as data arrives, without blocking the event loop. The
+    descriptor's flags are left unchanged, because standard output shares them if both are the same
+    terminal."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor

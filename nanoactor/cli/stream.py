@@ -74,8 +74,8 @@ async def _generate_all(args: Any) -> None:
 
 
 def _with_images(text: str, files: list[str]) -> Prompt:
-    """Return a prompt with a text and images. If the text has no image placeholders, they are put
-    in front of it."""
+    """Return a prompt with a text and images. If the text has no image placeholders, one per image
+    is put in front of the text."""
     if not files:
         return text
     if IMAGE_PLACEHOLDER not in text:
@@ -85,8 +85,8 @@ def _with_images(text: str, files: list[str]) -> Prompt:
 
 
 def _check_writable(path: str | None) -> None:
-    """Raise `InvalidRequest` if a file cannot be written, before the command starts. None is
-    allowed."""
+    """Raise `InvalidRequest` if the file at `path` cannot be written. Do nothing if `path` is
+    None."""
     if path is not None:
         try:
             with open(path, "a"):

@@ -14,7 +14,8 @@ from nanoactor.errors import InvalidConfig
 from nanoactor.requests.known_names import ENGINE, SERVER, ForeignOption
 
 NOTES = "notes"
-"""Attribute of the parsed arguments with a list of notes, one for each flag that has no effect."""
+"""Attribute of the parsed arguments that contains a list of notes, one for each flag without
+effect."""
 _MODEL_FLAGS = ("--model", "--model-path")
 _JSON_LIST_FLAGS = ("--allowed-origins",)
 """Flags whose value is a JSON list."""
@@ -28,8 +29,8 @@ def add_flags(
 ) -> None:
     """Add the flags of other engines to a command's parser, hidden from its help.
 
-    `fields` maps each field that has an option to that option's argparse settings, including
-    `dest`. `has_server_options` is True if the command also has options of the server.
+    `fields` maps the name of each configuration field to the argparse settings of its option,
+    including `dest`. `has_server_options` is True if the command also has options of the server.
     """
     parser.set_defaults(**{NOTES: []})
     existing = set(parser._option_string_actions)
@@ -183,7 +184,8 @@ def _with_hyphens(argument: str, dests: Mapping[str, str]) -> str:
 
 
 def _extract_flags(arguments: list[str], flags: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the values of these flags, and the remaining arguments."""
+    """Return the values of these flags, and the remaining arguments. Raises `InvalidConfig` if a
+    flag has no value."""
     values, rest = [], []
     remaining = iter(arguments)
     for argument in remaining:

@@ -80,7 +80,8 @@ class LLM(ours.LLM):
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Return the finished outputs, as `nanoactor.LLM.generate` does. As in vLLM, `max_tokens`
-        is lowered to the room left in the context."""
+        is lowered to the room left in the context. `lora_request`, `priority` and
+        `tokenization_kwargs` exist only for compatibility and must not be set."""
         _check_none(
             lora_request=lora_request,
             priority=priority,
@@ -107,7 +108,8 @@ class LLM(ours.LLM):
         return super().chat(messages, _with_token_cap(sampling_params), bool(use_tqdm), **options)
 
     def reset_prefix_cache(self) -> bool:
-        """Invalidate the prefix cache, so that later requests reuse no earlier KV blocks."""
+        """Invalidate the prefix cache, so that later requests reuse no earlier KV blocks. Always
+        returns True."""
         return self._call(self._llm.reset_prefix_cache())
 
     def __getattr__(self, name: str) -> Any:

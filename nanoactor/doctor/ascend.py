@@ -27,7 +27,8 @@ _INSTALL_CANN = "install CANN (the toolkit, and the ops of your chip), then sour
 
 
 def npu(machine: Machine) -> Iterator[Finding]:
-    """Run all Ascend checks if an NPU is expected. Otherwise, yield a single finding about that."""
+    """Run all Ascend checks if an NPU is expected. If not, yield a single finding, which says
+    whether an NPU is on the PCI bus."""
     if machine.expects_npu:
         for check in (_driver, _device_nodes, _smi, _cann, _torch_npu, _devices):
             yield from check(machine)

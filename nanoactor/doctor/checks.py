@@ -1,5 +1,5 @@
-"""Checks of Python, torch, GPUs and the host: ports, requirements of rings, limits, NUMA and
-CPU."""
+"""Checks of Python, torch, GPUs and the host: ports, what rings (shared-memory message queues)
+require, limits, NUMA and CPU."""
 
 from __future__ import annotations
 
@@ -66,8 +66,8 @@ def gpu(machine: Machine) -> Iterator[Finding]:
 
 
 def judge_devices(name: str, devices: list[tuple[str, str]], tool: str, driver: str) -> Finding:
-    """Return a finding about the devices that torch sees. `devices` are the descriptions and states
-    from the probe, and `tool` is the command that shows details."""
+    """Return a finding about the devices that torch sees. `devices` contains each device's
+    description and state from the probe. `tool` is the command that shows details."""
     states = {state for _, state in devices}
     what = f"{len(devices)}: {'; '.join(line for line, _ in devices)}; driver {driver}"
     fix = f"check with {tool} that each device is healthy and that nobody else uses it"
@@ -118,8 +118,8 @@ def network(_machine: Machine) -> Iterator[Finding]:
 
 
 def rings(_machine: Machine) -> Iterator[Finding]:
-    """Check that this process can create what a ring needs: anonymous memory, a mapping and an
-    eventfd."""
+    """Check that this process can create what a ring (a shared-memory message queue) needs:
+    anonymous memory, a mapping and an eventfd."""
     trouble = ""
     try:
         with os.fdopen(os.memfd_create("nanoactor-doctor"), "r+b") as memory:
@@ -152,7 +152,7 @@ def limits(machine: Machine) -> Iterator[Finding]:
 
 def numa(machine: Machine) -> Iterator[Finding]:
     """Report the NUMA node of each accelerator. With several nodes, suggest how to keep processes
-    near theirs."""
+    near their accelerators."""
     count = len(machine.files("/sys/devices/system/node/node[0-9]*")) or 1
     accelerators = [f"{kind} {address}: node {node}" for kind, address, node in machine.pci]
     what = "; ".join([f"{count} node{'s' * (count > 1)}", *accelerators])

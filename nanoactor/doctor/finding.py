@@ -12,8 +12,9 @@ State = Literal["ok", "note", "bad"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Finding:
-    """Result of a check. "bad" prevents the engine or a device from working; "note" costs speed or
-    may matter later. Both come with a fix, which is a command or an instruction."""
+    """Result of a check. The state "bad" means that the engine or a device cannot work; "note"
+    means that something costs speed or may matter later. Both come with a fix, which is a command
+    or an instruction."""
 
     name: str
     state: State
@@ -45,7 +46,8 @@ def as_text(findings: Sequence[Finding]) -> str:
 
 
 def as_json(findings: Sequence[Finding]) -> str:
-    """Format findings as one JSON object on a single line."""
+    """Format findings as one JSON object on a single line. Its field `ok` is false if a finding is
+    "bad"."""
     entries = [{"name": f.name, "state": f.state, "what": f.what, "fix": f.fix} for f in findings]
     is_ok = all(finding.state != "bad" for finding in findings)
     return json.dumps({"ok": is_ok, "findings": entries})

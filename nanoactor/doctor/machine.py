@@ -126,7 +126,7 @@ class Machine:
 
     @functools.cached_property
     def has_gpu(self) -> bool:
-        """True if there is an NVIDIA GPU, by its files, the PCI bus or torch."""
+        """True if there is an NVIDIA GPU, according to device files, the PCI bus or torch."""
         files = map(self.files, ("/dev/nvidia[0-9]*", "/proc/driver/nvidia/version"))
         on_bus = any(kind == "GPU" for kind, _, _ in self.pci)
         return any(files) or on_bus or bool(self.probe.get("gpus"))

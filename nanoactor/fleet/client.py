@@ -1,5 +1,5 @@
-"""Client through which several engines look like one. The HTTP server of an ingress uses it as its
-engine."""
+"""`FleetLLM`, a client that makes several engines (replicas) look like one. The HTTP server in
+front of the replicas (ingress) uses it as its engine."""
 
 from __future__ import annotations
 
@@ -53,9 +53,10 @@ from nanoactor.vision.media import Media
 log = logging.getLogger("nanoactor.fleet")
 
 _UNUSED_PARAMS = SamplingParams(seed=0, output_kind=RequestOutputKind.FINAL_ONLY)
-"""Sampling parameters of pooling requests, which do not use them."""
+"""Placeholder for the sampling parameters of pooling requests, which sample nothing."""
 _MAX_ATTEMPTS = 3
-"""Maximum number of attempts to tokenize a text, because the tokenizing process may die."""
+"""Maximum number of attempts to tokenize a text. An attempt fails if the tokenizing process
+dies."""
 _RETRY_SECONDS = 0.2
 _HELD_UNSUPPORTED = (
     "requests of beam_search and submit_held must stay on the engine that began them, which is "
@@ -64,8 +65,8 @@ _HELD_UNSUPPORTED = (
 
 
 class FleetLLM(PoolingCalls):
-    """Client that runs requests on the replicas of a fleet. It has those methods of `AsyncLLM` that
-    a server needs. Use it from a single event loop."""
+    """Client that runs requests on a fleet of engines (replicas). It implements the `AsyncLLM`
+    methods that the HTTP server needs. Use it from a single event loop."""
 
     def __init__(
         self,
@@ -76,10 +77,11 @@ class FleetLLM(PoolingCalls):
         silence: float = SILENCE_TIMEOUT,
     ) -> None:
         """Create the client without connecting. `config` is the configuration of the replicas, and
-        `connector` provides access to them. `ingress` is the client's name for the replicas; random
-        by default. A replica that sends nothing for `silence` seconds is considered hung.
+        `connector` provides access to them. `ingress` is the name under which the replicas know
+        this client; random by default. A replica that sends nothing for `silence` seconds is
+        considered hung.
 
-        Raises the errors of `AsyncLLM`, and `InvalidConfig` without a `prefix_salt` or if
+        Raises the same errors as `AsyncLLM`, and `InvalidConfig` if `prefix_salt` is None or
         `max_model_len` is "auto".
         """
         if config.prefix_salt is None:
@@ -117,8 +119,8 @@ class FleetLLM(PoolingCalls):
 
     @public
     async def start(self) -> FleetLLM:
-        """Connect to the replicas, and return once the first one is serving. Raises `EngineDead` if
-        none is serving within `start_timeout`."""
+        """Connect to the replicas, and return this client once the first replica is serving. Raises
+        `EngineDead` if none is serving after `start_timeout` seconds."""
         if self.text_service is not None:
             with only_ours():
                 await self.text_service.start()
@@ -135,7 +137,7 @@ class FleetLLM(PoolingCalls):
         return self
 
     async def __aenter__(self) -> FleetLLM:
-        """Start the client."""
+        """Start the client and return it."""
         return await self.start()
 
     async def __aexit__(self, *_: object) -> None:
@@ -144,8 +146,8 @@ class FleetLLM(PoolingCalls):
 
     @public
     async def close(self) -> None:
-        """Close the links to all replicas. Unfinished requests raise `EngineClosed`. The replicas
-        keep running."""
+        """Close the connections to all replicas. Unfinished requests raise `EngineClosed`. The
+        replicas keep running."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -161,7 +163,8 @@ class FleetLLM(PoolingCalls):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Properties of the replica that connected last, as in `AsyncLLM.facts`."""
+        """Properties of the replica that connected last, such as its dtype and KV block size, as in
+        `AsyncLLM.facts`. Empty before the first connection."""
         return dict(self.fleet.facts)
 
     @property
@@ -205,8 +208,9 @@ class FleetLLM(PoolingCalls):
         scores: bool = False,
         trace_headers: Mapping[str, str] | None = None,
     ) -> Request:
-        """Queue a text for pooling, as `PoolingCalls.submit_pooled` does. `request_id` is ignored,
-        because the client names its requests itself."""
+        """Queue a text whose embedding vector or score is computed, like
+        `PoolingCalls.submit_pooled`. `request_id` is ignored, because the client assigns its own
+        ids."""
         if self._is_closed:
             raise EngineClosed("the ingress was closed")
         origin = origin_of(trace_headers)
@@ -239,12 +243,13 @@ class FleetLLM(PoolingCalls):
 
     @public
     async def beam_search(self, *_: Any, **__: Any) -> None:
-        """Raise `InvalidRequest`, because a beam search cannot continue on another replica."""
+        """Raise `InvalidRequest`. A fleet does not support beam search, which cannot move to
+        another replica if its own dies."""
         raise InvalidRequest(_HELD_UNSUPPORTED)
 
     def _check_capacity(self, requests: int) -> None:
-        """Raise `EngineOverloaded` if all replicas are full, or if the ingress has no room for
-        `requests` more."""
+        """Raise `EngineOverloaded` if all replicas are full, or if `requests` more requests would
+        exceed the limit on requests that wait in this process."""
         replicas = self.fleet.replicas.values()
         if replicas and all(replica.state.is_full for replica in replicas):
             raise EngineOverloaded(f"all {len(replicas)} replicas are full; try again later")
@@ -293,7 +298,8 @@ class FleetLLM(PoolingCalls):
         self.fleet.advance()
 
     async def _prepare(self, request: FleetRequest) -> None:
-        """Render, tokenize and hash a prompt, once for all replicas, and then queue the request."""
+        """Render the chat template, tokenize the prompt and hash its KV blocks, once for all
+        replicas. Then queue the request, or end it with the error if one of these steps failed."""
         submit = request.entry.submit
         try:
             with only_ours():
@@ -340,7 +346,8 @@ class FleetLLM(PoolingCalls):
     # -- a request's journal ----------------------------------------------------------------
 
     def abort(self, entry: Entry) -> None:
-        """Abort a request whose output is no longer read."""
+        """Abort the request with this journal entry (the record of its output), because its output
+        is no longer read."""
         request = self.fleet.requests.get(entry.submit.uid)
         if request is not None and not entry.is_over:
             self.fleet.abort(request)

@@ -1,6 +1,7 @@
-"""Queue of an ingress: parts of requests that wait for a replica. Interrupted streams go first.
+"""Queue of an ingress, an HTTP server in front of the replicas: requests that wait for a replica.
+Interrupted streams go first.
 
-A `Part` is a whole request, or one sequence of it. It is *moved* if its replica was lost and it
+A `Part` is a whole request, or one of its sequences. A *moved* part has lost its replica and
 resumes on another one.
 """
 
@@ -13,12 +14,13 @@ from nanoactor.fleet.requests import Part
 from nanoactor.fleet.routing import ReplicaState, Router
 
 NO_REPLICA_TIMEOUT = 120.0
-"""Maximum time in seconds that a part may wait while no replica, not even an idle one, could run
-it."""
+"""Maximum time, in seconds, that a part (a request or one of its sequences) may wait while no
+connected replica is compatible with it. Waiting for a busy replica does not count."""
 
 
 class Dispatch:
-    """The queue of an ingress. It also selects the replica for each queued part."""
+    """Queue of requests that wait for a replica. It also selects the replica on which each of them
+    starts."""
 
     def __init__(self, router: Router) -> None:
         self.router = router
@@ -26,24 +28,24 @@ class Dispatch:
         self._new: dict[Part, None] = {}
 
     def add(self, part: Part) -> None:
-        """Queue a part until a replica has room for it."""
+        """Queue a part (a request or one of its sequences) until a replica has room for it."""
         queue = self._moved if part.is_moved else self._new
         queue[part] = None
         part.waiting_since = time.monotonic()
 
     def remove(self, part: Part) -> None:
-        """Remove a part from the queue, if it is in the queue."""
+        """Remove a part from the queue. Does nothing if the part is not queued."""
         self._moved.pop(part, None)
         self._new.pop(part, None)
 
     @property
     def waiting(self) -> int:
-        """Number of queued parts."""
+        """Number of queued parts (requests or single sequences)."""
         return len(self._moved) + len(self._new)
 
     def refresh_timeouts(self, states: Sequence[ReplicaState], now: float) -> None:
-        """Restart the timeout of every queued part that one of these replicas could run, now or
-        after a wait."""
+        """Restart the timeout of every queued part that is compatible with one of these replicas,
+        even if the replica is busy. `now` is `time.monotonic()`."""
         for part in (*self._moved, *self._new):
             if any(can_run(part, state) for state in states):
                 part.waiting_since = now
@@ -51,12 +53,12 @@ class Dispatch:
     def assign(
         self, states: Iterable[ReplicaState], begin: Callable[[Part, ReplicaState], None]
     ) -> None:
-        """Start all parts for which a replica has room, by calling `begin` with each part and its
-        replica.
+        """Start all queued parts (requests or single sequences) for which a replica has room, by
+        calling `begin` with each part and its replica.
 
-        A moved part starts only on a replica that can run it immediately; this limits the load on
-        the remaining replicas after a death. New parts do not start on a replica for which a moved
-        part is waiting.
+        A moved part, which resumes after the loss of its replica, starts only where it can run
+        immediately. This limits the load on the remaining replicas. New parts do not start on a
+        replica for which a moved part is waiting.
         """
         usable = list(states)
         blocked: set[str] = set()
@@ -88,8 +90,8 @@ class Dispatch:
         begin(part, chosen)
 
     def pop_expired(self, now: float) -> list[Part]:
-        """Remove and return all parts that have waited longer than `NO_REPLICA_TIMEOUT` without a
-        replica that could run them."""
+        """Remove and return all parts for which no compatible replica has been connected for longer
+        than `NO_REPLICA_TIMEOUT`. `now` is `time.monotonic()`."""
         expired = [
             part
             for part in (*self._moved, *self._new)
@@ -105,6 +107,6 @@ def _by_priority(part: Part) -> tuple[int, int]:
 
 
 def can_run(part: Part, state: ReplicaState) -> bool:
-    """Return True if a replica could run a part: its fingerprint must equal that of the part, if
-    the part has one."""
+    """Return True if a replica may run a part: the part has no fingerprint yet, or the replica has
+    the same one. A fingerprint is a digest of the model, the version and the options."""
     return not part.fingerprint or part.fingerprint == state.hello.fingerprint

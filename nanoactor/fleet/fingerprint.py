@@ -25,12 +25,13 @@ _OUTPUT_OPTIONS = (
     "skip_tokenizer_init",
     "tensor_parallel_size",
 )
-"""Options that affect the output, or its rounding."""
+"""Options that change the output, if only by rounding."""
 
 
 def fingerprint(files: ModelFiles, config: EngineConfig) -> str:
-    """Compute a digest of the model's files, the options, the version and the device: everything
-    that affects the output. Every file is read, which takes about as long as loading the model."""
+    """Return a digest, in hex, of everything that affects the output: the model's files, the
+    options, the version and the kind of device. Every file is read, which takes about as long as
+    loading the model."""
     digest = hashlib.blake2b(digest_size=16)
     digest.update(f"{VERSION} {nanoactor.__version__} {device_kind(config.device)}".encode())
     for name in _OUTPUT_OPTIONS:
@@ -44,8 +45,8 @@ def fingerprint(files: ModelFiles, config: EngineConfig) -> str:
 
 
 def device_kind(device: str) -> str:
-    """Return a device name up to the colon. What follows does not affect the output: a device's
-    number, or the step times of a simulated device."""
+    """Return the part of a device name before the colon, such as "cuda" for "cuda:1". The rest, a
+    device number or a simulated device's step times, does not affect the output."""
     return device.partition(":")[0]
 
 

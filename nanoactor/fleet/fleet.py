@@ -1,7 +1,8 @@
-"""State of all replicas, as one ingress sees it: links, running streams and queued requests.
+"""State of all replicas, as one ingress (an HTTP server in front of them) sees it: connections,
+running streams and queued requests.
 
-A *link* is the connection between an ingress and a replica. If a replica dies, hangs or leaves, its
-streams resume on other replicas.
+A *link* is the connection between an ingress and a replica. If a replica dies or hangs, its streams
+resume on other replicas. A replica that is shut down finishes its streams first.
 """
 
 from __future__ import annotations
@@ -34,9 +35,10 @@ SILENCE_TIMEOUT = 10.0
 _TICK_SECONDS = 1.0
 _MAX_RETRY_WAIT = 10.0
 _ENGINE_DEAD, _ENGINE_CLOSED = "EngineDead", "EngineClosed"
-"""Failures caused by the replica, not by the request: the engine died or was closed."""
+"""Error classes that mean that the replica failed, not the request: its engine died or was
+closed."""
 _REFUSALS = ("EngineOverloaded", "OutOfResources")
-"""Failures after which a request is tried on another replica."""
+"""Error classes with which a replica refuses a request that another replica may accept."""
 POISON_MESSAGE = (
     "every replica on which the request ran has died, the last one with no other request running, "
     "so the request is not retried"
@@ -51,15 +53,15 @@ class Counts:
 
 
 class Fleet:
-    """All replicas of an ingress, and the requests that run on them. Must be used on the ingress's
-    event loop."""
+    """The replicas that one ingress (HTTP server) uses, and the requests that run on them. Must be
+    used on the ingress's event loop."""
 
     def __init__(
         self, connector: Connector, ingress: str, silence: float = SILENCE_TIMEOUT
     ) -> None:
         """Create the fleet without connecting. `connector` provides access to the replicas, and
-        `ingress` is this ingress's name for them. A replica that sends nothing for `silence`
-        seconds is considered hung."""
+        `ingress` is the name under which they know this ingress. A replica that sends nothing for
+        `silence` seconds is considered hung."""
         self._connector, self._ingress, self._silence = connector, ingress, silence
         self.router = Router()
         self.dispatch = Dispatch(self.router)
@@ -71,10 +73,11 @@ class Fleet:
         """For each lost replica: time of the next attempt to connect (`time.monotonic()`), and the
         delay before that attempt, in seconds."""
         self._running: dict[Part, tuple[Replica, int]] = {}
-        """For each running part: its replica, and the number of its stream on the link."""
+        """For each running part (a request or one of its sequences): its replica, and the number of
+        its stream there."""
         self._last_stream = 0
         self.requests: dict[int, FleetRequest] = {}
-        """Unfinished requests, by uid."""
+        """Unfinished requests, by their number in this ingress (uid)."""
         self.trials = TrialRuns(self)
         self.first_connected = asyncio.Event()
         self.facts: dict[str, Any] = {}
@@ -84,13 +87,13 @@ class Fleet:
         self._closed = False
 
     def start(self) -> None:
-        """Start to connect to all current and future replicas."""
+        """Connect to all replicas, and later to new ones, in the background."""
         self._connector.watch(self.update_members)
         self._ticker = asyncio.ensure_future(self._tick())
         self.update_members()
 
     async def close(self) -> None:
-        """Close the links to all replicas."""
+        """Close the connections to all replicas."""
         self._closed = True
         if self._ticker is not None:
             self._ticker.cancel()
@@ -100,8 +103,8 @@ class Fleet:
     # -- replicas that join and leave -------------------------------------------------------
 
     def update_members(self) -> None:
-        """Connect to new members, and close the links to removed members once they have no streams.
-        Members are the replicas that the connector reports as serving."""
+        """Connect to new members, the replicas that the connector reports as serving. Close the
+        connection to a replica that is no longer a member once no stream runs there."""
         members = self._connector.members
         now = time.monotonic()
         for replica in members - self._links.keys():
@@ -118,7 +121,8 @@ class Fleet:
                 self._close_if_idle(link)
 
     def _close_if_idle(self, link: LinkEnd) -> None:
-        """Close the link to a leaving replica, unless streams of this ingress still run there."""
+        """Close the link to a replica that is shutting down, unless streams of this ingress still
+        run there."""
         replica = self.replicas.get(link.replica)
         if replica is not None and replica.link is link and replica.parts:
             return
@@ -147,8 +151,8 @@ class Fleet:
         self.first_connected.set()
 
     def on_lost(self, link: LinkEnd, cause: str) -> None:
-        """Handle the loss of a replica that died, hung or closed the link: resume its requests
-        elsewhere."""
+        """Handle the loss of a replica that died, hung or closed the link: resume its requests on
+        other replicas. `cause` is for the log."""
         replica = self._remove(link)
         wait = min(_MAX_RETRY_WAIT, 2 * self._retries.get(link.replica, (0.0, 0.5))[1])
         self._retries[link.replica] = time.monotonic() + wait, wait
@@ -185,8 +189,9 @@ class Fleet:
         self.fail(request, PoisonRequest(POISON_MESSAGE))
 
     def _move_safely(self, part: Part, replica: Replica) -> None:
-        """Move a part to another replica. If that raises an error, fail only its request, so that
-        the remaining parts are still moved."""
+        """Queue a part (a request or one of its sequences) of a lost replica to resume elsewhere.
+        If that raises an error, fail only the part's request, so that the other parts of the
+        replica are still queued."""
         try:
             self._move(part, replica)
         except Exception as error:
@@ -194,7 +199,8 @@ class Fleet:
             self.fail(part.request, ComputationFailed(f"the stream cannot continue: {error!r}"))
 
     def _move(self, part: Part, replica: Replica) -> None:
-        """Queue a part whose replica was lost, so that it resumes on another one."""
+        """Queue a part (a request or one of its sequences) to resume on another replica, because
+        `replica` was lost."""
         self._running.pop(part, None)
         request = part.request
         for moved in request.move(part):
@@ -211,13 +217,14 @@ class Fleet:
     # -- requests ---------------------------------------------------------------------------
 
     def add(self, part: Part) -> None:
-        """Queue a part until a replica has room for it. If its request is suspected of killing
-        replicas, queue it to run alone instead."""
+        """Queue a part (a request or one of its sequences) until a replica has room for it. If its
+        request is suspected of killing replicas, queue it to run alone instead."""
         if not self.trials.queue_if_suspect(part):
             self.dispatch.add(part)
 
     def advance(self) -> None:
-        """Start all queued parts, and all requests that must run alone, for which there is room."""
+        """Start all queued parts for which a replica has room, and reserve a replica for the next
+        request that must run alone."""
         if self._closed:
             return
         if self.dispatch.waiting:
@@ -227,7 +234,8 @@ class Fleet:
             self.trials.advance()
 
     def usable_replicas(self) -> Iterator[Replica]:
-        """Yield the replicas that accept new parts: not leaving, and not reserved."""
+        """Yield the replicas that accept new requests: those that are neither shutting down nor
+        reserved to run a single request alone."""
         for replica in self.replicas.values():
             is_reserved = replica.state.load.is_reserved or self.trials.reserves(replica)
             if not (replica.link.is_leaving or is_reserved):
@@ -237,7 +245,8 @@ class Fleet:
         self.begin(part, self.replicas[state.name])
 
     def begin(self, part: Part, replica: Replica, *, is_alone: bool = False) -> None:
-        """Start a part on a replica. With `is_alone`, the replica must run nothing else."""
+        """Send a part (a request or one of its sequences) to a replica, which starts it. `is_alone`
+        is True if the part must run there alone, because it may kill the replica."""
         self._last_stream += 1
         stream, request, state = self._last_stream, part.request, replica.state
         try:
@@ -260,14 +269,15 @@ class Fleet:
         self._drop(request)
 
     def fail(self, request: FleetRequest, error: NanoactorError) -> None:
-        """End a request, so that its reader gets `error`."""
+        """End a request and all of its parts. Its reader receives `error`, unless the request was
+        already over."""
         if not request.entry.is_over:
             request.entry.error = error
         request.entry.end()
         self._drop(request)
 
     def _drop(self, request: FleetRequest) -> None:
-        """Abort the running parts of a request, and remove its queued parts."""
+        """Abort all parts of a request, running or queued, and forget the request."""
         for part in request.parts:
             self.dispatch.remove(part)
             if part in self._running:
@@ -296,7 +306,8 @@ class Fleet:
     # -- reports ----------------------------------------------------------------------------
 
     def on_report(self, link: LinkEnd, report: wire.Report) -> None:
-        """Process a report from a replica."""
+        """Process a replica's report: its load, new output, failures, and streams that it did not
+        start."""
         replica = self.replicas.get(link.replica)
         if replica is None or replica.link is not link:
             return
@@ -414,12 +425,13 @@ class Fleet:
 
     @property
     def capacity(self) -> int:
-        """Maximum number of waiting requests, summed over all replicas."""
+        """Maximum number of requests that may wait on the connected replicas, summed over the
+        replicas."""
         return sum(r.state.hello.max_waiting_requests for r in self.replicas.values())
 
     @property
     def unconnected(self) -> frozenset[str]:
-        """Names of the members that are not connected."""
+        """Names of the serving replicas to which this ingress is not connected."""
         return self._connector.members - self.replicas.keys()
 
     @property
@@ -429,7 +441,7 @@ class Fleet:
 
     @property
     def prefixes(self) -> PrefixMap:
-        """Prefixes that each replica has cached."""
+        """Map of the prompt prefixes that each replica has cached."""
         return self.router.prefixes
 
     @property

@@ -1,4 +1,5 @@
-"""Statistics of a replica's engine, which its reports include."""
+"""Statistics of a replica's engine, which the replica includes in its reports to the HTTP servers
+in front of it (ingresses)."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ log = logging.getLogger("nanoactor.fleet")
 
 SAMPLE_SECONDS = 1.0
 _MIN_PREFILL_TOKENS = 64
-"""Minimum number of prompt tokens between two samples for estimating the prefill time."""
+"""Minimum number of prompt tokens that must be computed between two samples before these update the
+estimated prefill time."""
 _WEIGHT = 0.3
 """Weight of a new measurement in the moving average, from 0 to 1."""
 _FIGURES = (
@@ -36,7 +38,7 @@ _PACE_FIGURES = ("device_busy_seconds", "steps", "prefill_tokens")
 
 
 class TokenPace:
-    """Estimates the prefill time per token from the device's busy time between samples."""
+    """Estimator of the prefill time per token, from the device's busy time between samples."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -62,7 +64,7 @@ def _moving_average(old: float, new: float) -> float:
 
 
 class Gauges:
-    """Samples the statistics of a replica's engine once a second."""
+    """Sampler that reads the statistics of a replica's engine once a second."""
 
     def __init__(self, llm: AsyncLLM) -> None:
         self._llm = llm
@@ -89,7 +91,9 @@ class Gauges:
             await asyncio.sleep(SAMPLE_SECONDS)
 
     def record(self, statistics: Mapping[str, Any]) -> None:
-        """Store a sample. While an actor is being replaced, keep the last figures of that actor."""
+        """Store a sample, as returned by `AsyncLLM.statistics`. If an actor (a component of the
+        engine) is missing because its process is being replaced, its figures keep their last
+        values."""
         figures = dict(self.figures)
         for name, actor, key in _FIGURES:
             if actor in statistics:

@@ -1,5 +1,5 @@
-"""A replica's side of its links. Each link connects it to one ingress, receives orders, and carries
-reports on that ingress's streams."""
+"""A replica's side of its links to ingresses, the HTTP servers in front of the replicas. Over a
+link, the replica receives orders from one ingress and reports on that ingress's streams."""
 
 from __future__ import annotations
 
@@ -37,23 +37,24 @@ orders sends a heartbeat every few seconds."""
 _TIMER_RESOLUTION = 0.001
 """Resolution of the event loop's timer, in seconds. Shorter waits would keep the loop busy."""
 _REPORT_BYTES = 1 << 20
-"""Maximum size of a report before no more streams are added: characters of text, plus bytes of
-token ids and vectors."""
+"""Size at which no more streams are added to a report: characters of text, plus bytes of token ids
+and vectors."""
 
 
 class Hub:
-    """Serves one engine to any number of ingresses, as the main object of a replica."""
+    """Main object of a replica. It serves one engine to any number of ingresses, the HTTP servers
+    that forward clients' requests."""
 
     def __init__(self, llm: AsyncLLM, fingerprint: str, interval: float = INTERVAL) -> None:
-        """Create the hub. `llm` must have been started. `interval` is the time between reports, in
-        seconds (`Pace`)."""
+        """Create the hub. `llm` must have been started. Replicas with equal values of `fingerprint`
+        can resume each other's sequences. `interval` is the time between reports, in seconds."""
         self.llm, self.fingerprint, self.interval = llm, fingerprint, interval
         self.gauges = Gauges(llm)
         self._blocks: int = llm.facts["num_blocks"]
         self.links: dict[str, Link] = {}
         self.reserved_by: str | None = None
-        """Name of the link that has reserved the replica, to run a suspected request alone. None if
-        the replica is not reserved."""
+        """Name of the link that has reserved the replica for a request that may crash it and must
+        run alone. None if the replica is not reserved."""
 
     def start(self) -> None:
         """Start sampling the engine's statistics."""
@@ -71,8 +72,8 @@ class Hub:
         return [stream for link in self.links.values() for stream in link.streams.values()]
 
     def load(self, last_sample: int) -> wire.Load:
-        """Return the replica's load. It includes the engine's figures, unless the receiver has them
-        already: `last_sample` is the number of the last sample sent."""
+        """Return the replica's load. It includes the engine's statistics only if there is a newer
+        sample than `last_sample`, the number of the last sample sent to the receiver."""
         streams, gauges = self.streams, self.gauges
         waiting = [stream for stream in streams if not stream.has_begun]
         figures = gauges.figures
@@ -89,7 +90,8 @@ class Hub:
 
     async def link(self, name: str) -> AsyncGenerator[bytes, None]:
         """Serve an ingress over a new link with this name. Yield encoded reports until the ingress
-        closes the link or stops sending."""
+        closes the link or stops sending. Raises `InvalidRequest` if the name is in use, and
+        `EngineDead` if the engine has died."""
         if name in self.links:
             raise InvalidRequest(f"the link name {name!r} is already in use")
         if self.llm.dead is not None:
@@ -106,8 +108,8 @@ class Hub:
             await link.end()
 
     def handle_orders(self, data: bytes) -> bool:
-        """Process an encoded batch of orders. Return False if its link has ended. Raises
-        `msgspec.DecodeError` for malformed data."""
+        """Process an encoded batch of orders from an ingress. Return False if the link that sent
+        them has ended. Raises `msgspec.DecodeError` for malformed data."""
         batch = wire.decode_orders(data)
         link = self.links.get(batch.link)
         if link is None:
@@ -116,17 +118,19 @@ class Hub:
         return True
 
     def is_vacant(self, link: str) -> bool:
-        """Return True if this link has reserved the replica and no stream is running."""
+        """Return True if the link with this name has reserved the replica and the replica runs no
+        stream."""
         return self.reserved_by == link and not self.streams
 
     def can_begin(self, link: str, order: wire.Begin) -> bool:
-        """Return True if a link may start a stream. A reserved replica accepts only streams that
-        must run alone, from the link that has reserved it."""
+        """Return True if an ingress may start a stream over this link. A reserved replica accepts
+        only streams that must run alone, from the link that has reserved it."""
         return self.reserved_by is None or (self.reserved_by == link and order.is_alone)
 
     def reserve(self, link: str, is_wanted: bool) -> None:
-        """Reserve the replica for a link, or, if `is_wanted` is False, release the link's
-        reservation. Does nothing if another link has reserved the replica."""
+        """Reserve the replica for a link (an ingress's connection), so that it accepts only streams
+        that must run alone. If `is_wanted` is False, release the link's reservation. Another link's
+        reservation is never changed."""
         if is_wanted and self.reserved_by is None:
             self.reserved_by = link
         elif not is_wanted and self.reserved_by == link:
@@ -134,7 +138,8 @@ class Hub:
         self.report_load()
 
     def submit_pooled(self, prompt: Prompt, priority: int) -> Request:
-        """Submit a prompt for pooling, or for scoring if the model is a reranker."""
+        """Submit a prompt whose result is an embedding vector, or the logits of a score if the
+        model is a reranker."""
         pooling = self.llm.files.pooling
         scores = pooling is not None and pooling.returns_scores
         return self.llm.submit_pooled(prompt, PoolingParams(), priority=priority, scores=scores)
@@ -146,13 +151,13 @@ class Hub:
             self.report_load()
 
     def report_load(self) -> None:
-        """Schedule a report, which contains the load, on every link."""
+        """Schedule a report of the replica's load to every ingress."""
         for link in self.links.values():
             link.note(urgent=True)
 
 
 class Stream:
-    """A running request of an ingress, and its output that has not been reported yet."""
+    """A request that runs for an ingress, with the output that has not been reported to it yet."""
 
     def __init__(self, order: wire.Begin, request: Request | None) -> None:
         self.order, self.request = order, request
@@ -167,7 +172,7 @@ class Stream:
         self.reader: asyncio.Task[None] | None = None
 
     def end(self) -> None:
-        """Abort the stream, which also stops reading its output."""
+        """Abort the stream's request, and stop reading its output."""
         if self.reader is not None:
             self.reader.cancel()
         if self.request is not None:
@@ -175,20 +180,21 @@ class Stream:
 
 
 class Link:
-    """A replica's side of one link: the streams of one ingress."""
+    """A replica's side of its connection to one ingress: that ingress's streams, and the reports on
+    them."""
 
     def __init__(self, hub: Hub, name: str) -> None:
         self._hub, self.name = hub, name
         self.streams: dict[int, Stream] = {}
         self._pending: dict[int, Stream] = {}
-        """Streams that have something to report."""
+        """Streams that have something to report, by number."""
         self._declined: list[int] = []
         self._pace = Pace(hub.interval)
         self._wakeup = asyncio.Event()
         self._report_count = self._acked = self._order_count = 0
         self._last_heard = time.monotonic()
         self._last_sample = 0
-        """Number of engine samples taken at the time of the last report."""
+        """Value of `Gauges.samples` when the last report was sent."""
         self._closed = False
         self._index_events: list[IndexEvents] = []
         self._index_reported = asyncio.Event()
@@ -196,7 +202,8 @@ class Link:
     # -- orders ---------------------------------------------------------------------------
 
     def handle_orders(self, batch: wire.Orders) -> None:
-        """Process a decoded batch of orders."""
+        """Process a decoded batch of orders: start or abort streams, reserve the replica, or close
+        the link."""
         self._last_heard = time.monotonic()
         self._acked = batch.last_report
         self._order_count += len(batch.orders)
@@ -266,8 +273,8 @@ class Link:
     # -- streams --------------------------------------------------------------------------
 
     async def _read_outputs(self, stream: Stream, request: Request) -> None:
-        """Read a request's outputs until it ends. While an output waits to be reported, later
-        outputs are merged."""
+        """Read a request's outputs until the request ends. Outputs that arrive while one waits to
+        be reported are merged."""
         number = stream.order.stream
         try:
             await request.accepted()
@@ -298,14 +305,16 @@ class Link:
             self._hub.note_end()
 
     def note(self, *, urgent: bool) -> None:
-        """Record that there is something to report, and wake up the sender."""
+        """Record that there is something to report, and wake up the sender. `urgent` makes the
+        report due earlier."""
         self._pace.note(urgent=urgent)
         self._wakeup.set()
 
     # -- reports --------------------------------------------------------------------------
 
     async def reports(self) -> AsyncGenerator[bytes, None]:
-        """Yield encoded reports, each when it is due and the window has room for it."""
+        """Yield encoded reports, each when it is due and fewer than `WINDOW` reports are
+        unacknowledged. Ends when the link is closed or the ingress stops sending."""
         hub = self._hub
         hello = wire.Hello(
             hub.fingerprint,
@@ -329,8 +338,8 @@ class Link:
         return time.monotonic() - self._last_heard > SILENCE_TIMEOUT
 
     async def _is_due(self) -> bool:
-        """Return True if a report is due and the window has room for it. Otherwise, wait for a
-        change and return False."""
+        """Return True if a report is due and fewer than `WINDOW` reports are unacknowledged. If
+        not, wait until this may have changed, and return False."""
         has_room = self._report_count - self._acked < WINDOW
         wait = self._pace.due - time.monotonic()
         if has_room and wait <= 0:
@@ -432,7 +441,8 @@ def _delta(stream: int, output: CompletionOutput, vector: bytes) -> wire.Delta:
 
 
 def _progress(stream: Stream) -> wire.Progress | None:
-    """Return what is new about a stream besides its output, or None."""
+    """Return what is new about a stream besides its output: its acceptance, prompt
+    log-probabilities or end. None if nothing is."""
     output, is_finished = stream.output, stream.output is not None and stream.output.finished
     prompt = None if output is None else wire.pack_logprobs(output.prompt_logprobs)
     if stream.prompt_token_ids is None and prompt is None and not is_finished:

@@ -1,5 +1,5 @@
-"""An ingress's side of a link: receives a replica's reports, sends orders, and detects that the
-replica has died or hangs."""
+"""The ingress's end of a link, the connection between an HTTP server (ingress) and a replica. It
+sends orders, receives reports, and detects that the replica has died or hangs."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ HEARTBEAT_SECONDS = 3.0
 _TICK = 0.5
 _CLOSE_TIMEOUT = 2.0
 _DEPARTURE_SECONDS = 3.0
-"""Time, in seconds, after which the end of a replica that has left the members counts as
-planned."""
+"""Minimum time, in seconds, between a replica's removal from the serving replicas and its end for
+this end to count as planned."""
 _HUNG_CLOSE_TIMEOUT = 60.0
-"""Time for which closing the link to a lost replica is attempted, in seconds, in case the replica
-recovers."""
+"""Time, in seconds, for which a lost replica is still asked to close the link, in case it only hung
+and recovers."""
 
 
 class Connector(Protocol):
@@ -50,7 +50,8 @@ class Connector(Protocol):
 
 
 class Owner(Protocol):
-    """Receiver of a link's events. In production, this is the `Fleet`."""
+    """Receiver of the events of a link (the connection to a replica). In production, this is the
+    `Fleet`."""
 
     def on_up(self, link: LinkEnd) -> None:
         """Handle the first report of a replica."""
@@ -64,19 +65,21 @@ class Owner(Protocol):
 
 
 class LinkEnd:
-    """An ingress's side of one link, from its opening to its end."""
+    """An ingress's end of its connection to one replica. It sends orders to the replica, and passes
+    the replica's reports to its owner, the `Fleet`."""
 
     def __init__(
         self, replica: str, connector: Connector, owner: Owner, silence: float, ingress: str
     ) -> None:
-        """Open the link. A replica that sends no report for `silence` seconds is considered hung.
-        `ingress` is the prefix of the link's name."""
+        """Open the link. `owner` receives its events. A replica that sends no report for `silence`
+        seconds is considered hung. `ingress` is the prefix of the link's name."""
         self.replica, self.name = replica, f"{ingress}/{secrets.token_hex(4)}"
         self.hello: wire.Hello | None = None
         self.is_closed = False
         self.left_at: float | None = None
-        """Time at which the replica left the members (`time.monotonic()`), or None. It then gets no
-        new streams, because it is shutting down or dead."""
+        """Time (`time.monotonic()`) at which the replica was removed from the serving replicas;
+        None while it is serving. A removed replica is shutting down or dead, and gets no new
+        streams."""
         self.last_heard = time.monotonic()
         self.orders_queued = 0
         """Number of orders queued since the link was opened."""
@@ -88,13 +91,15 @@ class LinkEnd:
 
     @property
     def is_leaving(self) -> bool:
-        """True if the replica has left the members, so that it accepts no new streams."""
+        """True if the replica is no longer among the serving replicas, so that it gets no new
+        streams."""
         return self.left_at is not None
 
     @property
     def has_drained(self) -> bool:
-        """True if the replica left the members so long ago that its end was planned. A replica that
-        dies leaves them at about the time at which its death is detected here."""
+        """True if the replica was removed from the serving replicas more than `_DEPARTURE_SECONDS`
+        ago, so that its end is planned. A dying replica is removed at about the time at which its
+        death is detected here."""
         return self.left_at is not None and time.monotonic() - self.left_at > _DEPARTURE_SECONDS
 
     def send(self, order: wire.Order) -> None:
@@ -131,7 +136,8 @@ class LinkEnd:
         self._owner.on_report(self, report)
 
     async def _push(self) -> None:
-        """Send batches of orders one after the other, which keeps them in order."""
+        """Send queued orders in batches, one batch at a time so that they stay in order. If there
+        are none, send an empty batch every `HEARTBEAT_SECONDS`."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(HEARTBEAT_SECONDS):
@@ -153,8 +159,8 @@ class LinkEnd:
                 return
 
     async def _watch(self) -> None:
-        """Detect a hung replica. A late timer counts as two intervals at most, so that pauses of
-        this process are not mistaken for silence."""
+        """Detect a hung replica. A late timer counts as two check intervals at most, so that pauses
+        of this process are not mistaken for silence."""
         silence, last_heard = 0.0, self.last_heard
         while silence < self._silence:
             before = time.monotonic()
@@ -165,7 +171,8 @@ class LinkEnd:
         self._mark_lost(f"it has sent nothing for {self._silence:g} s")
 
     def mark_lost(self, cause: str) -> None:
-        """Mark the replica as lost although its process is alive, because its engine has died."""
+        """Mark the replica as lost although its process is alive, because its engine has died.
+        `cause` is for the log."""
         self._mark_lost(cause)
 
     def _mark_lost(self, cause: str) -> None:

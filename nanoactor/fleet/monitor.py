@@ -126,8 +126,8 @@ class FleetMonitor:
         return Health(status, culprit, pending, None, actors)
 
     def samples_since(self, number: int) -> dict[str, Any]:
-        """Return all samples after the one with this number, in the form that the web page
-        reads."""
+        """Return the samples after the one with this number, at most `MAX_SAMPLES`, and the current
+        totals, in the form that the web page reads."""
         new = min(len(self._samples), max(0, self._number - number))
         states = [replica.state for replica in self._replicas.values()]
         prompt_tokens, hits = self._sum("prompt_tokens"), self._sum("hit_tokens")

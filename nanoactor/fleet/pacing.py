@@ -1,5 +1,5 @@
-"""Timing of a replica's reports: soon after a stream starts or ends, and otherwise about twenty
-times a second."""
+"""Timing of the reports that a replica sends to the HTTP servers in front of it (ingresses): soon
+after a stream starts or ends, and otherwise about twenty times a second."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ HEARTBEAT_INTERVAL = 1.0
 
 
 class Pace:
-    """Computes when the next report is due, depending on what there is to report."""
+    """Schedule of a replica's reports. It computes when the next one is due, depending on what
+    there is to report."""
 
     def __init__(
         self,
@@ -40,7 +41,8 @@ class Pace:
 
     @property
     def due(self) -> float:
-        """Time at which the next report is due, in seconds on the clock of `note_report`."""
+        """Time at which the next report is due, in seconds on the same clock as `now` of
+        `note_report`."""
         if self._is_urgent:
             return self._last + self._urgent_interval
         return self._last + (self._interval if self._has_news else self._heartbeat)

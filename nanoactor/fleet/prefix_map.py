@@ -1,4 +1,4 @@
-"""Prefixes that each replica has cached, as far as its reports show them.
+"""Prompt prefixes that each replica has cached, according to its reports.
 
 The map lags slightly behind the caches, and its size is limited.
 """
@@ -20,16 +20,17 @@ _KEY_BYTES = 8
 
 
 class PrefixMap:
-    """Hashes of the full blocks in each replica's prefix index. An error in this map never affects
-    outputs: at worst, a replica has to compute more tokens."""
+    """Hashes of the full KV blocks in each replica's prefix cache, for selecting a replica. An
+    error in this map never affects outputs: at worst, a replica has to compute more tokens."""
 
     def __init__(self, max_blocks: int = MAX_BLOCKS) -> None:
         self._max_blocks = max_blocks
         # A plain dict finds its oldest key ever more slowly after many removals.
         self._known: dict[str, OrderedDict[int, None]] = {}
         self._last_used: dict[str, OrderedDict[int, float]] = {}
-        """For each replica: the time at which each block was last new or in a prompt, oldest first.
-        Evicted blocks are included, because prompts needed them."""
+        """For each replica: the time at which each block was added or last occurred in a prompt,
+        oldest first. Blocks that the replica has evicted since are included, because prompts needed
+        them."""
 
     def apply(self, replica: str, update: IndexUpdate, now: float) -> None:
         """Apply the index changes that a replica reported at the time `now`, in seconds."""
@@ -57,7 +58,8 @@ class PrefixMap:
             last_used.popitem(last=False)
 
     def blocks_in_use(self, replica: str, now: float) -> int:
-        """Return the number of a replica's recently used blocks, which its cache should keep."""
+        """Return the number of blocks that a replica has used in the last `IN_USE_SECONDS`, and
+        that its cache should therefore keep."""
         last_used = self._last_used.get(replica, OrderedDict())
         while last_used and next(iter(last_used.values())) < now - IN_USE_SECONDS:
             last_used.popitem(last=False)
@@ -69,7 +71,7 @@ class PrefixMap:
         self._last_used.pop(replica, None)
 
     def known_blocks(self, replica: str) -> int:
-        """Return the number of known blocks of a replica."""
+        """Return the number of blocks that a replica is known to have cached."""
         return len(self._known.get(replica, ()))
 
     def cached_blocks(self, replica: str, keys: Sequence[int]) -> int:
@@ -90,7 +92,7 @@ class PrefixMap:
 
 
 def block_keys(hashes: bytes) -> list[int]:
-    """Convert concatenated hashes of 16 bytes each to the keys that `PrefixMap` uses."""
+    """Convert concatenated hashes of 16 bytes each to the integer keys that `PrefixMap` uses."""
     return list(_keys(hashes))
 
 

@@ -1,5 +1,5 @@
-"""Hashes of a prompt's KV blocks, from which the router finds cached prefixes. The engines use the
-same hashes."""
+"""Hashes of a prompt's KV blocks. The engines use the same hashes, so the router can find replicas
+that have cached a prefix of the prompt."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ from nanoactor.vision.media import Media, MediaReader
 log = logging.getLogger("nanoactor.fleet")
 
 _MAX_HASHED_TOKENS = 16384
-"""Maximum number of prompt tokens that are hashed, which blocks the event loop of an ingress for
-about 2 ms. Prompts that differ only after these tokens look identical to the router."""
+"""Maximum number of prompt tokens that are hashed, to limit the time for which hashing occupies the
+event loop to about 2 ms. Prompts that differ only after these tokens look identical to the
+router."""
 _DEFAULT_BLOCK_SIZE = 16
 
 
 class PromptHasher:
-    """Hashes the blocks of prompts with the fleet's salt and the engines' block size."""
+    """Hasher of prompts' KV blocks, with the fleet's `prefix_salt` and the engines' block size."""
 
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
         assert config.prefix_salt is not None
@@ -40,15 +41,16 @@ class PromptHasher:
             self._reader = MediaReader(files.images, self._salt, max_pixels, files.videos)
 
     def hash_tokens(self, token_ids: Int32 | Sequence[int]) -> bytes:
-        """Return the hashes of a prompt's full blocks, 16 bytes each, concatenated."""
+        """Return the hashes of the full blocks in a prompt's first `_MAX_HASHED_TOKENS` tokens: 16
+        bytes each, concatenated."""
         ids = np.asarray(token_ids, np.int32)[:_MAX_HASHED_TOKENS]
         return block_hashes(ids, self.block_size, self._salt).tobytes()
 
     async def hash_with_pictures(
         self, token_ids: Int32, media: Sequence[Media]
     ) -> tuple[int, bytes]:
-        """Return the length of a prompt with expanded image placeholders, and the hashes of its
-        blocks.
+        """Return the number of tokens in a prompt after its image placeholders are expanded, and
+        the hashes of its blocks as in `hash_tokens`.
 
         For a prompt with videos, or with an error that a replica will report, return the unexpanded
         length and no hashes. Image headers are read on a thread.

@@ -11,13 +11,14 @@ from nanoactor.fleet.routing import ReplicaState
 
 
 class Replica:
-    """A replica whose link is up, with its latest state and the parts that run on it."""
+    """A replica to which this ingress is connected, with its latest state and the requests that run
+    on it."""
 
     def __init__(self, link: LinkEnd, hello: wire.Hello) -> None:
         self.link = link
         self.state = ReplicaState(link.replica, hello)
         self.parts: dict[int, Part] = {}
-        """Running parts, by stream number."""
+        """Running parts (requests or single sequences of them), by stream number."""
         self.figures: dict[str, float] = {}
         self.last_report = time.monotonic()
 

@@ -1,5 +1,5 @@
-"""Requests of an ingress's clients. Each record holds the output sent so far, and the parts of the
-request that run on replicas."""
+"""Requests of an ingress's clients: the output sent so far, and the parts that run on replicas. A
+part is a whole request, or one of its sequences."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class FleetRequest:
     """A client's request to an ingress, which may run on several replicas one after the other."""
 
     def __init__(self, entry: Entry, params: SamplingParams, priority: int) -> None:
-        """Create the record. `params` must have a seed. `entry` collects the output for the reader,
-        which is the client's stream."""
+        """Create the record. `params` must have a seed. `entry` collects the output until the
+        client's stream reads it."""
         self.entry, self.params, self.priority = entry, params, priority
         self.token_ids: bytes = b""
         """Token ids of the prompt, int32; empty until it has been tokenized."""
@@ -28,13 +28,13 @@ class FleetRequest:
         self.block_keys: Sequence[int] = ()
         """Keys of the prompt's full KV blocks, for the router."""
         self.block_hashes: bytes = b""
-        """Hashes of the same blocks, 16 bytes each."""
+        """Hashes of the blocks in `block_keys`, 16 bytes each, concatenated."""
         self.prompt_length = 0
         """Number of tokens in the prompt, including those of images if their number is known."""
         self.parts: list[Part] = []
         """Unfinished parts of the request."""
         self.on_end: Callable[[Entry], None] | None = None
-        """Called once, when the request has ended and all its figures are known."""
+        """Called once, when the request has ended and all its statistics are known."""
 
     @property
     def uid(self) -> int:
@@ -53,8 +53,9 @@ class FleetRequest:
         return part
 
     def move(self, part: Part) -> list[Part]:
-        """Handle the loss of a part's replica. Return the parts that must resume elsewhere: one per
-        unfinished sequence, or a single part if no output was sent."""
+        """Replace a part that has lost its replica. Return the parts that must resume elsewhere:
+        one per unfinished sequence, or a single one if no output was sent. Empty if the request is
+        over."""
         self.parts.remove(part)
         if self.entry.is_over or self.entry.aborted:
             return []
@@ -68,7 +69,7 @@ class FleetRequest:
         return moved
 
     def end_sequence(self, uid: int, reason: str, stop_reason: int | str | None) -> None:
-        """Record the end of one of the request's sequences."""
+        """Record that the sequence with number `uid` has ended with the finish reason `reason`."""
         answer = self.entry.answer(uid)
         answer.metrics.finished_time = time.monotonic()
         terminal = local_terminal(self.entry, uid, reason)
@@ -121,14 +122,14 @@ class FleetRequest:
 
     def note_accepted(self, prompt: bytes) -> None:
         """Record that a replica has accepted the request. `prompt` contains the token ids of the
-        expanded prompt, int32."""
+        prompt, int32, with expanded image placeholders."""
         self.entry.prompt_token_ids = wire.bytes_to_ids(prompt)
         self.entry.accepted.set()
 
 
 class Part:
     """The work that one replica runs as a stream: a whole request, or a single sequence that
-    resumes."""
+    resumes after the loss of its replica."""
 
     def __init__(
         self, request: FleetRequest, answer_indices: Sequence[int], is_moved: bool
@@ -140,8 +141,8 @@ class Part:
         self.refused_by: set[str] = set()
         """Names of the replicas that had no room for the part."""
         self.waiting_since = time.monotonic()
-        """Last time at which a replica could have run the part, now or after a wait
-        (`time.monotonic()`)."""
+        """Time (`time.monotonic()`) at which the part was queued, or at which a compatible replica
+        was last connected."""
 
     @property
     def sent_ids(self) -> bytes:
@@ -163,7 +164,8 @@ class Part:
         return self.request.prompt_length + sent
 
     def order(self, stream: int, *, is_alone: bool) -> wire.Begin:
-        """Create the order that starts or resumes the part as stream number `stream`."""
+        """Create the message that orders a replica to start or resume the part, as stream number
+        `stream`. `is_alone` is True if the replica must run nothing else."""
         request, entry = self.request, self.request.entry
         params = request.params
         if entry.submit.spec.prompt_logprobs >= 0 and entry.has_prompt_logprobs:

@@ -20,18 +20,18 @@ _DEFAULT_TOKEN_SECONDS = 5e-5
 _MEAN_WEIGHT = 0.1
 """Weight of a new sequence in the moving averages, from 0 to 1."""
 _LATER_TURNS = 8.0
-"""Assumed number of later requests in a conversation, each of which computes evicted blocks
-again."""
+"""Assumed number of later requests in a conversation. Each of them must recompute the blocks that
+have been evicted."""
 _MAX_FILL = 2.0
-"""Ratio of recently used blocks to all blocks of the cache above which the cost of eviction stays
-constant."""
+"""Upper limit, in the cost of eviction, on the ratio of recently used blocks to all blocks of a
+replica's cache."""
 _MAX_PACE_RATIO = 2.0
-"""Maximum ratio between a replica's prefill time per token and the median. Anything above is
-treated as a measurement error."""
+"""Maximum factor by which a replica's prefill time per token may be above or below the median.
+Larger deviations are treated as measurement errors."""
 _MIN_TOKEN_SECONDS = 1e-6
 _FULL_LOAD_SLOWDOWN = 0.05
-"""Assumed relative slowdown of a sequence if all slots of its replica are in use. It is
-proportional to the number of streams."""
+"""Assumed relative slowdown of a sequence when its replica runs `max_num_seqs` streams. With fewer
+streams, it is proportionally smaller."""
 _SHARED_STEP_FRACTION = 0.5
 """Assumed fraction of a sequence's steps that it shares with any other running sequence."""
 
@@ -45,15 +45,15 @@ class SequenceMeans:
     tokens: float = 128.0
 
     def note(self, seconds: float, tokens: int) -> None:
-        """Include a finished sequence in the averages. `seconds` is the time from first to last
-        token."""
+        """Include a finished sequence in the averages: the time from its first to its last token,
+        and its number of output tokens."""
         self.seconds += _MEAN_WEIGHT * (seconds - self.seconds)
         self.tokens += _MEAN_WEIGHT * (tokens - self.tokens)
 
 
 def _typical_token_seconds(states: Sequence[ReplicaState]) -> float:
-    """Return the median prefill time per token over the replicas that have measured it, in
-    seconds."""
+    """Return the median prefill time per token, in seconds, over the replicas that have measured
+    it. Return `_DEFAULT_TOKEN_SECONDS` if none has."""
     measured = [state.load.token_seconds for state in states if state.load.token_seconds]
     return (
         max(_MIN_TOKEN_SECONDS, statistics.median(measured)) if measured else _DEFAULT_TOKEN_SECONDS
@@ -64,8 +64,8 @@ _IDLE_LOAD = Load(0, 0, 0, 0, 0, 0.0, is_reserved=False)
 
 
 class ReplicaState:
-    """A replica's load as an ingress sees it: the last report, plus the orders sent after that
-    report."""
+    """A replica's load as one ingress (HTTP server) sees it: the last report, plus the requests
+    sent to the replica that this report does not include."""
 
     def __init__(self, name: str, hello: Hello) -> None:
         self.name, self.hello = name, hello
@@ -76,8 +76,8 @@ class ReplicaState:
         """(number, tokens to compute) of each order that the last report does not include yet."""
 
     def note_sent(self, order: int, tokens: int) -> None:
-        """Record that an order was sent: its number on the link, and the number of tokens to
-        compute."""
+        """Record that a request was sent as the link's order number `order`, with `tokens` prompt
+        tokens to compute."""
         self._sent.append((order, tokens))
 
     def update_load(self, load: Load, orders: int) -> None:
@@ -93,7 +93,8 @@ class ReplicaState:
 
     @property
     def free_slots(self) -> int:
-        """Number of free slots for sequences; negative if streams are waiting."""
+        """Number of further streams that could run at once: `max_num_seqs` minus all streams.
+        Negative if streams are waiting."""
         return self.hello.max_num_seqs - self.streams
 
     @property
@@ -102,17 +103,19 @@ class ReplicaState:
         return self.streams >= self.hello.max_num_seqs + self.hello.max_waiting_requests
 
     def has_room(self, tokens: int) -> bool:
-        """Return True if a stream with `tokens` tokens to prefill could run immediately."""
+        """Return True if a stream with `tokens` tokens to prefill could run immediately: the
+        replica is idle, or it has enough free KV blocks and runs fewer than `max_num_seqs`
+        streams."""
         blocks = -(-tokens // self.block_size)
         return not self.streams or (self.free_slots > 0 and self.load.free_blocks >= blocks)
 
     def cost(self, uncached: int, fill: float, means: SequenceMeans, token_seconds: float) -> float:
-        """Return the cost of running a prompt on the replica, in seconds.
+        """Return the estimated cost of running a prompt on the replica, in seconds.
 
-        The cost is the time until `uncached` tokens are computed, plus an estimate for later turns:
-        `fill`, the fraction of the cache that is in use, is also the fraction of blocks that are
-        evicted before they are needed again. `token_seconds` is the prefill time per token in
-        seconds.
+        The cost is the time until `uncached` tokens are computed, plus the time for recomputing
+        evicted blocks in later requests of the conversation. `fill`, the ratio of recently used
+        blocks to all blocks of the cache, stands for the fraction that will be evicted.
+        `token_seconds` is the prefill time per token in seconds.
         """
         tokens_ahead = self.load.waiting_tokens + sum(tokens for _, tokens in self._sent)
         evicted_tokens = _LATER_TURNS * fill * (uncached + means.tokens)
@@ -130,7 +133,7 @@ class ReplicaState:
 
 
 class Router:
-    """Selects a replica for each request."""
+    """Selector of the replica for each request, by cached prefixes and load."""
 
     def __init__(self) -> None:
         self.prefixes = PrefixMap()

@@ -21,43 +21,50 @@ log = logging.getLogger("nanoactor.fleet")
 
 
 class TrialFleet(Protocol):
-    """The methods of `Fleet` that `TrialRuns` uses."""
+    """Interface of `Fleet` that `TrialRuns` uses."""
 
     replicas: dict[str, Replica]
 
     def usable_replicas(self) -> Iterator[Replica]:
-        """Yield the replicas that accept new parts."""
+        """Yield the replicas that accept new requests."""
 
     def begin(self, part: Part, replica: Replica, *, is_alone: bool = False) -> None:
-        """Start a part on a replica. With `is_alone`, the replica must run nothing else."""
+        """Send a part (a request or one of its sequences) to a replica, which starts it. `is_alone`
+        is True if the part must run there alone."""
 
 
 class TrialRuns:
-    """Reserves replicas and starts trials, as `Trials` decides."""
+    """Runner of trials: reserves a replica for each request that may kill replicas, and runs the
+    request there alone. `Trials` decides which requests are tried."""
 
     def __init__(self, fleet: TrialFleet) -> None:
         self._fleet = fleet
         self._trials = Trials()
         self._requests: dict[int, FleetRequest] = {}
-        """Requests under suspicion, by uid."""
+        """Requests that may kill replicas (suspects), by uid."""
         self._waiting: dict[Part, None] = {}
-        """Parts of suspects that wait for a trial."""
+        """Parts of suspects (requests that may kill replicas) that wait to run alone."""
         self._replica: Replica | None = None
-        """Replica that is reserved for a trial, or that was asked for a reservation."""
+        """Replica that is reserved for a trial, or that was asked for a reservation; None if there
+        is none."""
         self._suspect: int | None = None
-        """Uid of the suspect for which the replica is reserved."""
+        """Uid of the suspect (a request that may kill replicas) for which the replica is reserved;
+        None if there is none."""
 
     @property
     def waiting(self) -> int:
-        """Number of parts that wait for a trial."""
+        """Number of parts (requests or single sequences) that wait to run alone."""
         return len(self._waiting)
 
     def reserves(self, replica: Replica) -> bool:
-        """Return True if this ingress has reserved the replica for a trial, or asked for it."""
+        """Return True if this ingress has reserved the replica to run a suspected request alone, or
+        has asked to reserve it."""
         return replica is self._replica
 
     def queue_if_suspect(self, part: Part) -> bool:
-        """Queue a part for a trial if its request is a suspect. Return True if it was queued."""
+        """Queue a part to run alone if its request is suspected of killing replicas. Return True if
+        it was queued. A request that is already on trial is queued again, because its trial was
+        interrupted."""
         uid = part.request.uid
         if uid == self._trials.on_trial:  # its replica declined it or is leaving
             self._trials.cancel_trial()
@@ -70,7 +77,8 @@ class TrialRuns:
         return True
 
     def note_death(self, replica: Replica) -> FleetRequest | None:
-        """Record the death of a replica. Return the request that caused it, if that is known."""
+        """Record the death of a replica. Return the request that caused it, or None if the cause is
+        not known."""
         requests = {part.request.uid: part.request for part in replica.parts.values()}
         tokens_sent = {uid: request.tokens_sent for uid, request in requests.items()}
         num_suspects = len(self._trials.suspects)
@@ -110,8 +118,9 @@ class TrialRuns:
         self._replica = self._suspect = None
 
     def advance(self) -> None:
-        """Reserve a replica for the next suspect, unless one is reserved already. The replica with
-        the fewest streams is selected, among those that can run the suspect."""
+        """Ask a replica for a reservation for the next suspect (a request that may kill replicas),
+        unless there already is one. Of the replicas that can run the suspect, choose the one with
+        the fewest streams."""
         replica = self._replica
         if replica is not None:
             if replica.link.is_leaving and self._trials.on_trial is None:
@@ -130,8 +139,9 @@ class TrialRuns:
                 return
 
     def on_report(self, replica: Replica, is_vacant: bool) -> None:
-        """Handle a replica's report. If it is reserved and idle (`is_vacant`), start the trial; if
-        the request on trial has run long enough, end the trial."""
+        """Process a replica's report. If the replica is reserved and idle (`is_vacant`), start the
+        trial, the run of a suspected request alone. If that request has run long enough, end the
+        trial."""
         if replica is not self._replica or self._suspect is None:
             return
         now, on_trial = time.monotonic(), self._trials.on_trial
@@ -152,8 +162,9 @@ class TrialRuns:
             self._fleet.begin(part, replica, is_alone=True)
 
     def tick(self, now: float) -> None:
-        """Repeat the request for a reservation, because another ingress may have held the replica.
-        Release the replica if it is no longer needed."""
+        """Ask for a pending reservation again, because another ingress may have had the replica
+        until now. Release a replica that is no longer needed. Restart the timeouts of waiting parts
+        that are compatible with a connected replica."""
         replica = self._replica
         if replica is not None and self._trials.on_trial is None:
             if self._suspect in self._trials.suspects:
@@ -166,6 +177,6 @@ class TrialRuns:
                 part.waiting_since = now
 
     def expired(self, now: float) -> list[Part]:
-        """Return the parts of suspects that have waited longer than `NO_REPLICA_TIMEOUT` without a
-        replica that could run them."""
+        """Return the waiting parts (requests or single sequences) for which no compatible replica
+        has been connected for longer than `NO_REPLICA_TIMEOUT`. `now` is `time.monotonic()`."""
         return [part for part in self._waiting if now - part.waiting_since > NO_REPLICA_TIMEOUT]

@@ -29,13 +29,13 @@ class _Record:
 
 
 class Trials:
-    """Detects requests that kill replicas. Requests are identified by uid, and times are in
+    """Detector of requests that kill replicas. Requests are identified by uid, and times are in
     seconds."""
 
     def __init__(self) -> None:
         self._records: dict[int, _Record] = {}
         self.suspects: dict[int, None] = {}
-        """Requests that wait for a trial, the next one first."""
+        """Requests that wait for a trial (to run alone), the next one first."""
         self.on_trial: int | None = None
         self._trial_tokens, self._trial_start = 0, 0.0
         """Number of tokens that the reader had received at the start of the current trial, and the
@@ -44,10 +44,12 @@ class Trials:
     def note_death(
         self, tokens_sent: Mapping[int, int], now: float, *, is_alone: bool = False
     ) -> int | None:
-        """Record that a replica died or hung. Return the request that caused it, if that is known.
+        """Record that a replica died or hung. Return the request that caused it, or None if that is
+        not known.
 
         `tokens_sent` maps each request that ran there to the number of tokens its reader has
-        received. `is_alone` is True if the replica was reserved for the trial.
+        received. `is_alone` is True if the replica was reserved for a trial, in which one request
+        runs alone.
         """
         if is_alone and self.on_trial is not None and list(tokens_sent) == [self.on_trial]:
             culprit = self.on_trial
@@ -75,14 +77,14 @@ class Trials:
         return None if self.on_trial is not None else next(iter(self.suspects), None)
 
     def begin(self, request: int, tokens: int, now: float) -> None:
-        """Record the start of a trial. `tokens` is the number of tokens that the reader has
-        received."""
+        """Record the start of a trial, in which the request runs alone on a replica. `tokens` is
+        the number of tokens that the request's reader has received."""
         del self.suspects[request]
         self.on_trial, self._trial_tokens, self._trial_start = request, tokens, now
 
     def is_cleared(self, tokens: int, now: float) -> bool:
         """Return True if the request on trial has run past the point at which replicas died.
-        `tokens` is the number of tokens that its reader has received by now."""
+        `tokens` is the number of tokens that its reader has received so far."""
         new_tokens, seconds = tokens - self._trial_tokens, now - self._trial_start
         return (
             new_tokens >= CLEARING_TOKENS
@@ -91,7 +93,8 @@ class Trials:
         )
 
     def cancel_trial(self) -> None:
-        """Cancel the current trial, if there is one. Its request becomes the next suspect again."""
+        """Cancel the current trial (the run of one request alone), if there is one. Its request
+        becomes the next suspect again."""
         if self.on_trial is not None:
             self.suspects = {self.on_trial: None, **self.suspects}
             self.on_trial = None

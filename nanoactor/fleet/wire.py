@@ -1,5 +1,5 @@
-"""Messages between an ingress and a replica: the classes below, encoded as msgpack and never
-pickled.
+"""Messages between an ingress (an HTTP server) and a replica (an engine): the classes below,
+encoded as msgpack and never pickled.
 
 One long-lived *link* connects an ingress to a replica. The replica sends *reports*, each with the
 new output of all streams on the link. The ingress sends *orders*, one batch at a time.
@@ -79,7 +79,7 @@ class Orders(_Wire, frozen=True):
 
     link: str
     last_report: int
-    """Number of the last report that the ingress has read. It acknowledges that report and all
+    """Number of the last report that the ingress has read. This acknowledges that report and all
     earlier ones."""
     orders: list[Order]
 
@@ -140,8 +140,8 @@ class Progress(_Wire, frozen=True):
 
     stream: int
     prompt_token_ids: bytes | None
-    """Token ids of the expanded prompt, int32, with one token per row of an image. Sent once, after
-    the request was accepted; otherwise None."""
+    """Token ids of the prompt, int32, with image placeholders expanded to one token per embedding
+    vector. Sent once, after the request was accepted; otherwise None."""
     prompt_logprobs: list[Any] | None
     is_finished: bool
     cached_tokens: int
@@ -160,7 +160,8 @@ class Failure(_Wire, frozen=True):
 
 
 class IndexUpdate(_Wire, frozen=True):
-    """Changes of a replica's prefix index, as concatenated hashes of 16 bytes each."""
+    """Changes of a replica's prefix index (the KV blocks that it has cached), as concatenated block
+    hashes of 16 bytes each."""
 
     cleared: bool
     forgotten: bytes
@@ -279,7 +280,7 @@ def emitted_output(order: Begin) -> OutputSoFar | None:
 
 
 def pack_logprobs(logprobs: Sequence[Logprobs | None] | None) -> list[Any] | None:
-    """Convert log-probabilities to lists, which msgpack can encode."""
+    """Convert log-probabilities to lists, which msgpack can encode. None stays None."""
     if logprobs is None:
         return None
     return [

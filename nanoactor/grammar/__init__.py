@@ -1,1 +1,2 @@
-"""Grammars that constrain sequences, and the token masks computed from them."""
+"""Grammars that constrain a model's output, and the token masks (which tokens may come next)
+computed from them."""

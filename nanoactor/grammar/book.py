@@ -1,5 +1,5 @@
-"""The grammar states of all constrained sequences, and their masks, forced tokens and failures that
-are yet to be reported."""
+"""Tracking of all sequences that must follow a grammar: their masks of allowed tokens, their forced
+tokens (each the only one that the grammar allows), and their failures."""
 
 from __future__ import annotations
 
@@ -26,12 +26,13 @@ from nanoactor.messages.grammar import (
 )
 
 TURN_MASKS = 64
-"""Maximum number of masks computed per turn (one call of `advance`), over all sequences. This also
-limits how many tokens a turn forces."""
+"""Maximum number of masks computed per turn (one call of `advance`), over all sequences. Also
+limits the number of forced tokens, because each requires a mask."""
 TURN_SECONDS = 0.005
-"""Time, in seconds, after which a turn begins no further batch of masks."""
+"""Time, in seconds, after which a turn (one call of `advance`) starts no further batch of masks."""
 _MAX_TURN_TOKENS = 1024
-"""Maximum number of known tokens passed to matchers in one turn. Each takes a few microseconds."""
+"""Maximum number of tokens passed to matchers per turn (one call of `advance`). Each takes a few
+microseconds."""
 
 
 def only_bit(mask: Int32) -> int | None:
@@ -47,26 +48,27 @@ def only_bit(mask: Int32) -> int | None:
 
 
 class SequenceMatcher(Protocol):
-    """The state of one sequence in its grammar. All methods raise `InvalidRequest` if the parser
-    reaches its limits, and `OutOfResources` if the machine runs out of a resource such as
+    """The parser state of one sequence under its grammar. All methods raise `InvalidRequest` if the
+    parser reaches its limits, and `OutOfResources` if the machine runs out of a resource such as
     memory."""
 
     def consume(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the sequence; the grammar must allow them."""
+        """Append tokens to the sequence. The grammar must allow each of them."""
 
     def fill(self, out: Int32) -> None:
-        """Write the mask for the next token to `out`, (words,) int32."""
+        """Write the mask for the next token to `out`, int32 (words,): bit t % 32 of word t // 32 is
+        set if token id t is allowed."""
 
 
 MatcherError = InvalidRequest | OutOfResources
 FillMasks = Callable[[list[SequenceMatcher], Int32], list[MatcherError | None]]
-"""Function that writes the masks of several sequences to an array, (sequences, words), and returns
-the error of each sequence, or None."""
+"""Function that writes the mask of each sequence to a row of an int32 array, (sequences, words),
+and returns a list with each sequence's error, or None if it succeeded."""
 
 
 def fill_sequentially(matchers: list[SequenceMatcher], out: Int32) -> list[MatcherError | None]:
     """Compute the masks of several sequences one by one and write them to `out`, (sequences,
-    words). Return the error of each sequence, or None."""
+    words). Return a list with each sequence's error, or None if it succeeded."""
     errors: list[MatcherError | None] = []
     for matcher, row in zip(matchers, out, strict=True):
         try:
@@ -80,29 +82,31 @@ def fill_sequentially(matchers: list[SequenceMatcher], out: Int32) -> list[Match
 
 @dataclasses.dataclass(slots=True)
 class _Sequence:
-    """A sequence with an open grammar."""
+    """A sequence that is being generated under a grammar."""
 
     position: int
-    """Position of the sequence's next token; negative while its text is free."""
+    """Index of the next token in the sequence, prompt included. Negative until the free text, to
+    which the grammar does not apply, has ended."""
     tokens: list[int]
-    """Tokens that were not passed to the matcher yet."""
+    """Tokens not yet passed to the matcher."""
     jumps: bool
-    """True if a token that is the only allowed one is forced, instead of sending its mask."""
+    """True if a token is forced, that is, appended without sampling, when the grammar allows no
+    other."""
     end: int
-    """Position after the last token that the sequence may have; no token is forced from here on."""
+    """Maximum length of the sequence, prompt included. No token is forced beyond it."""
     run: list[int] = dataclasses.field(default_factory=list)
-    """Tokens forced since the last mask; `position` is the position after them."""
+    """Tokens forced since the last mask was stored. `position` is already past them."""
     matcher: SequenceMatcher | None = None
     """The matcher; None until the grammar has been compiled."""
 
 
 class GrammarBook:
-    """Passes tokens to the matchers of all open sequences, and collects the masks that they
-    compute. A sequence whose matcher has failed produces no more masks.
+    """All sequences that are being generated under a grammar. Passes their tokens to their matchers
+    and collects the resulting masks. A sequence whose matcher has failed produces no more masks.
 
-    Messages only mark sequences as due. The work is done in bounded turns, however much the
-    requests need. The sequence that has been due longest is processed first. If it becomes due
-    again, it goes to the end of the queue.
+    Incoming messages only mark sequences as due; `advance` does the work, a bounded amount per call
+    (a turn). The sequence that has been due longest is processed first. If it becomes due again, it
+    goes to the end of the queue.
     """
 
     def __init__(
@@ -131,8 +135,8 @@ class GrammarBook:
         """Uids of the sequences that have failed because the machine ran out of a resource."""
 
     def __len__(self) -> int:
-        """Return the number of open sequences, plus that of closed ones that were not reported
-        yet."""
+        """Return the number of open sequences plus the number of closed ones that have not been
+        reported yet."""
         return len(self._open) + len(self._unreported_closed)
 
     def open(self, event: OpenGrammar) -> None:
@@ -144,8 +148,8 @@ class GrammarBook:
         )
 
     def begin(self, event: BeginGrammar) -> None:
-        """End the free text of a sequence and mark the sequence as due. Raises `ProtocolBug` if its
-        position does not increase."""
+        """End a sequence's free text, to which the grammar does not apply, and mark the sequence as
+        due. Raises `ProtocolBug` if its position does not increase."""
         sequence = self._open[event.uid]
         if event.position <= sequence.position:
             raise ProtocolBug(
@@ -169,7 +173,7 @@ class GrammarBook:
         self._due[uid] = None
 
     def add_tokens(self, event: GrammarTokens) -> None:
-        """Append a new token to each of these sequences and mark the sequences as due. Raises
+        """Append a token to each sequence in `event` and mark these sequences as due. Raises
         `ProtocolBug` if a token is not at the expected position."""
         for uid, position, token in zip(
             event.uids.tolist(), event.positions.tolist(), event.token_ids.tolist(), strict=True
@@ -192,8 +196,8 @@ class GrammarBook:
         return bool(self._due)
 
     def advance(self) -> int:
-        """Do the work of one turn. Return the number of masks computed, including those that forced
-        a token."""
+        """Process due sequences until a turn's limit on masks, tokens or time is reached. Return
+        the number of masks computed, including those that led to a forced token."""
         deadline, masks, token_budget = self._clock() + TURN_SECONDS, 0, _MAX_TURN_TOKENS
         while self._due and masks < TURN_MASKS and token_budget > 0:
             if masks and self._clock() >= deadline:
@@ -211,7 +215,7 @@ class GrammarBook:
 
     def _consume_tokens(self, uid: int, max_tokens: int, ready: list[int]) -> int:
         """Pass up to `max_tokens` of a sequence's new tokens to its matcher. If none are left,
-        append its uid to `ready`. Return the number of tokens passed."""
+        append the sequence's uid to `ready`. Return the number of tokens passed."""
         sequence = self._open.get(uid)
         if (
             sequence is None
@@ -233,8 +237,9 @@ class GrammarBook:
         return len(batch)
 
     def _make_masks(self, uids: list[int]) -> None:
-        """Compute the next masks of these sequences. If a mask allows only one token and it may be
-        forced, append the token and mark the sequence as due again."""
+        """Compute the next mask of each sequence in `uids` and store it. If the mask allows only
+        one token and that token may be forced, append the token and mark the sequence as due again
+        instead."""
         matchers = [matcher for uid in uids if (matcher := self._open[uid].matcher)]
         masks = np.empty((len(uids), self._words), np.int32)
         for uid, mask, error in zip(uids, masks, self.fill(matchers, masks), strict=True):

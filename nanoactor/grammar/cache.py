@@ -15,8 +15,8 @@ class GrammarCache:
 
     def __init__(self, max_count: int = 64, max_bytes: int = 256 * 2**20) -> None:
         """Create an empty cache of at most `max_count` grammars. `max_bytes` limits the total size
-        of specifications and compiled grammars. A compiled grammar may take up to 100 MB
-        (`matcher.limits`); most take less than 1 MB."""
+        of specifications and compiled grammars. The parser's limits (`matcher.limits`) allow a
+        compiled grammar of up to 100 MB, but most take less than 1 MB."""
         self._max_count = max_count
         self._max_bytes = max_bytes
         self._bytes = 0
@@ -43,8 +43,8 @@ class GrammarCache:
         self, spec_text: str, result: CompiledGrammar | InvalidRequest, nbytes: int = 0
     ) -> None:
         """Store the result of compiling a specification. `nbytes` is the size of the compiled
-        grammar. The least recently used entries are evicted to stay within the limits; a result
-        that exceeds them by itself is not kept."""
+        grammar. The least recently used entries are evicted until the limits are met, so a result
+        larger than `max_bytes` empties the cache."""
         key = _key(spec_text)
         size = len(spec_text.encode(errors="surrogatepass")) + nbytes
         if key in self._entries:

@@ -13,15 +13,17 @@ from nanoactor.requests.grammar_spec import CALL_TAGS, ToolFunction, ToolGrammar
 
 _PARAMETER_END_TAG = "</parameter>"
 _JSON_TYPES = ("integer", "number", "boolean", "object", "array", "null")
-"""JSON types of parameters whose values are written as JSON; other values are plain text."""
+"""JSON Schema types of parameters whose values Qwen3-Coder's format writes as JSON. Values of other
+parameters are plain text."""
 _DEFINITIONS = ("$defs", "definitions")
 
 
 def call_rules(
     tools: ToolGrammar, after_text: bool, whitespace: bool, vocabulary: Vocabulary
 ) -> list[str]:
-    """Return the Lark rules of the rule `body`, which matches function calls. If `after_text` is
-    True, text is allowed instead of calls, and also before them if calls begin with a tag."""
+    """Return the Lark rules that define `body`, which matches function calls. If `after_text` is
+    True, plain text may take the place of the calls, and may also precede them if the format starts
+    calls with a tag. `whitespace` allows whitespace between JSON tokens."""
     match tools.form:
         case "llama3_json":
             calls, rules = _llama_rules(tools, whitespace)
@@ -102,8 +104,9 @@ def _qwen_coder_rules(tools: ToolGrammar, whitespace: bool, vocabulary: Vocabula
 
 
 def _function_rules(index: int, function: ToolFunction, whitespace: bool) -> Iterator[str]:
-    """Yield the Lark rules for calls of one function, with parameters in the order of its schema.
-    Values are plain text or JSON. Of a text's schema, only `enum` and `const` are enforced."""
+    """Yield the Lark rules for a call of one function in Qwen3-Coder's format, with parameters in
+    the order of the function's schema. `index` makes the rules' names unique. For values that are
+    plain text, only `enum` and `const` are enforced."""
     schema = parse_parameters(function)
     begin = quoted(f"<function={function.name}>\n")
     properties = schema.get("properties")

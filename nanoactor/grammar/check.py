@@ -73,8 +73,8 @@ def parse_choices(text: str) -> list[str]:
 
 def parse_tools(text: str) -> ToolGrammar:
     """Parse the value of a "tools" grammar (JSON) and return the functions that may be called.
-    Raises `InvalidRequest` if they are invalid, for example if a name must be escaped in JSON or if
-    parameters are not an object schema."""
+    Raises `InvalidRequest` if they are invalid, for example if a function's name would need
+    escaping in JSON or its parameters are not described by an object schema."""
     try:
         tools = msgspec.json.decode(text, type=ToolGrammar)
     except (msgspec.DecodeError, RecursionError) as error:

@@ -14,9 +14,9 @@ _OPERATORS = frozenset("[&~-")
 
 
 def escape_classes(pattern: str, gbnf: bool = False) -> str:
-    """Return `pattern` with `[`, `&`, `~` and `-` escaped inside character classes, so that Rust's
-    syntax reads them as literals. If `gbnf` is True, `pattern` is a grammar in EBNF instead of a
-    regular expression."""
+    """Return `pattern` with `[`, `&`, `~` and literal `-` escaped inside character classes, so that
+    Rust's syntax reads them as literals. If `gbnf` is True, `pattern` is a whole grammar in GBNF
+    (llama.cpp's form of EBNF) instead of a regular expression."""
     return (_GBNF_CLASS if gbnf else _CLASS).sub(_escape_class, pattern)
 
 

@@ -1,5 +1,5 @@
-"""Conversion of a request's grammar to the input of llguidance: its dialect of Lark, with embedded
-JSON schemas."""
+"""Conversion of a request's grammar to the input of llguidance, the parser library: its dialect of
+Lark, with embedded JSON schemas."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from nanoactor.requests.grammar_spec import CLOSE_TAG, OPEN_TAG, GrammarSpec
 MAX_GBNF_RULES = 300
 MAX_GBNF_CHARACTERS = 32 * 1024
 """Maximum length of a grammar in EBNF, in characters. The conversion takes time proportional to the
-number of rules times this length."""
+number of rules times the length."""
 MAX_INTERSECTIONS = 10
 """Maximum number of `&` operators in a grammar. Each `&` within one terminal doubles the parser's
 time."""
@@ -31,9 +31,9 @@ _ANSWER = "answer"
 
 
 def compile_grammar(spec: GrammarSpec, vocabulary: Vocabulary) -> str:
-    """Convert a grammar to text for llguidance. Raises `InvalidRequest` if `check_spec` does, if
-    the parser could take too long, or if EBNF is malformed. Other syntax errors are reported by the
-    parser."""
+    """Convert a grammar specification to the JSON text that llguidance, the parser, reads. Raises
+    `InvalidRequest` if `check_spec` rejects the grammar, if parsing could take too long, or if EBNF
+    is malformed. The parser itself reports other syntax errors."""
     check_spec(spec)
     if spec.kind == "tools":
         tools = parse_tools(spec.value)
@@ -71,9 +71,10 @@ def _body_rules(spec: GrammarSpec) -> list[str]:
 
 
 def _start_rules(thoughts: str, free: bool, text_follows: bool, vocabulary: Vocabulary) -> str:
-    """Return the start rule, and the rules for reasoning before the body. If `free` is True, the
-    rules cover only the tags of the reasoning. If `text_follows` is True, the body may begin with
-    text."""
+    """Return the Lark rules for `start`: the rule `body`, and before it the reasoning. `thoughts`
+    is "none", "open" if the prompt has already opened the reasoning, or "optional". If `free` is
+    True, the rules match only the tags of the reasoning, because the text between them is
+    unconstrained. If `text_follows` is True, the body may begin with text, line breaks included."""
     if thoughts == "none":
         return "start: body"
     opened = "thoughts body" if text_follows else "thoughts BREAKS body"

@@ -41,8 +41,8 @@ class GrammarCompiler:
             log.warning("structured outputs will be rejected: %s", error)
 
     def parallel_fill(self, cores: int) -> FillMasks | None:
-        """Return a function that computes several masks in parallel; None if the machine has too
-        few cores."""
+        """Return a function that computes several masks in parallel, on up to half of the `cores`;
+        None if there are fewer than 4, so that threads would cost more than they gain."""
         if cores < _MIN_CORES:
             return None
         return cast(FillMasks, ParallelFiller(min(_MAX_THREADS, cores // 2)))

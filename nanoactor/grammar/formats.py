@@ -37,7 +37,7 @@ def unenforced_formats(schema: dict[str, Any] | bool) -> Iterator[str]:
 
 
 def drop_unenforced(schema: dict[str, Any]) -> None:
-    """Remove all formats that the parser does not implement from a schema, in place. In JSON Schema
+    """Remove, in place, every format in a schema that the parser does not implement. In JSON Schema
     2020-12, a format is only an annotation unless both sides have agreed to enforce it."""
     for subschema in list(reachable_schemas(schema)):
         format_name = subschema.get("format")

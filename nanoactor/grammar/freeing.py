@@ -1,5 +1,5 @@
-"""Separation of a sequence's free text, which precedes the text under its grammar, from the
-grammar."""
+"""Separation of free text (reasoning, or text before a tool call) from the grammar that applies
+after it."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ _NO_TOKEN = -1
 
 
 def split_free_text(text: str, id_of: Callable[[str], int | None]) -> tuple[str, FreeText | None]:
-    """Return a grammar specification without its leading free text, and the token ids that delimit
-    the free text. If there is no free text, or if a tag is not a single token, return `text`
-    unchanged, and None.
+    """Separate a grammar from the unconstrained text before it: reasoning, or text before a tool
+    call.
 
-    `id_of` returns the token id of a tag that is a single token, else None.
+    `text` is a specification in the format of `GrammarSpec.to_text`. Return the specification of
+    the part after the free text, and the token ids that delimit the free text. If there is no free
+    text, or if no single token marks its end, return `text` unchanged, and None. `id_of` returns
+    the id of a tag that is a single token, else None.
     """
     spec = GrammarSpec.of_text(text)
     tools = parse_tools(spec.value) if spec.kind == "tools" else None

@@ -64,8 +64,8 @@ def check_literal(text: str, field: str) -> None:
 
 def parse_json(text: str, field: str) -> Any:
     """Parse a JSON text and return its value. Raises `InvalidRequest`, naming `field`, if the text
-    is malformed, is nested deeper than `MAX_DEPTH`, or contains values that parsers interpret
-    differently."""
+    is malformed, is nested deeper than `MAX_DEPTH`, or contains NaN, a number beyond the range of
+    binary64, or an unpaired surrogate."""
     try:
         value = json.loads(text, parse_constant=_reject_constant, parse_float=_parse_finite)
     except RecursionError:
@@ -83,9 +83,10 @@ def parse_json(text: str, field: str) -> Any:
 
 
 def parse_schema(text: str, field: str) -> dict[str, Any] | bool:
-    """Parse a JSON schema and return it. Raises `InvalidRequest`, naming `field`, for malformed
-    JSON, a remote `$ref`, and constraints that the parser cannot enforce. Also rejects schemas that
-    would take the parser too long without reaching its own limits."""
+    """Parse a JSON schema and return it. Keywords that the parser would misread are rewritten.
+    Raises `InvalidRequest`, naming `field`, for malformed JSON, a remote `$ref`, and constraints
+    that the parser cannot enforce. Also rejects schemas that would take the parser too long without
+    reaching its own limits."""
     schema = parse_json(text, field)
     if not isinstance(schema, dict | bool):
         raise InvalidRequest(
@@ -127,7 +128,7 @@ def parse_schema(text: str, field: str) -> dict[str, Any] | bool:
 
 
 def _rewrite_keywords(part: dict[str, Any]) -> None:
-    """Rewrite, in place, keywords of one schema that the parser would misread."""
+    """Rewrite, in place, keywords that the parser would misread. Subschemas are left unchanged."""
     # References are always pointers from the root, so ids must not change their base.
     part.pop("$id", None)
     part.pop("id", None)
@@ -140,7 +141,8 @@ def _rewrite_keywords(part: dict[str, Any]) -> None:
 
 def _check_min_properties(part: dict[str, Any], field: str) -> None:
     """Raise `InvalidRequest` if `minProperties` is above 1 and exceeds the number of required
-    names. The parser cannot enforce it, because it counts a duplicate name as two properties."""
+    names. The parser cannot enforce such a minimum, because it counts a duplicate name as two
+    properties."""
     min_properties, required = part.get("minProperties", 0), part.get("required")
     if type(min_properties) is int and min_properties > max(
         1, len(set(map(str, _if_list(required))))

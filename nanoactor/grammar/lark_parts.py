@@ -18,8 +18,8 @@ def text_without(tag: str) -> str:
     """Return a regular expression that matches texts that do not contain a tag. The tag's first
     character must occur only once in the tag.
 
-    The alternatives are spelled out, because intersecting with a complement takes the parser ten
-    times as long.
+    The expression lists every way to deviate from the tag, because intersecting with a complement
+    would take the parser ten times as long.
     """
     first, alternatives = escaped(tag[0]), []
     for length, expected in enumerate(tag[1:]):

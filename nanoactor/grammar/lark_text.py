@@ -21,8 +21,8 @@ _PIECES = re.compile(
 
 
 def check_lark(text: str, max_intersections: int) -> None:
-    """Raise `InvalidRequest` if a grammar has more than `max_intersections` operators `&`, or if a
-    schema after `%json` would be rejected on its own."""
+    """Raise `InvalidRequest` if a grammar has more than `max_intersections` `&` operators, or if
+    `parse_schema` rejects a JSON schema embedded after `%json`."""
     intersections = 0
     for piece in _code_pieces(text):
         if piece == "&":

@@ -1,5 +1,5 @@
-"""Compiled grammars, and matchers, which track a sequence in its grammar and compute the masks of
-its next tokens."""
+"""Compiled grammars, and matchers, which follow a sequence through its grammar and compute the mask
+of allowed next tokens."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ def limits(kind: Kind) -> LLParserLimits:
     """Return the parser's limits for a kind of grammar, which apply to compilation and to each
     token.
 
-    If a grammar is ambiguous, as user-supplied ones may be, the cost of a parser position is up to
-    the cube of its number of items. JSON grammars are not ambiguous, but an optional property takes
-    four items.
+    User-supplied grammars may be ambiguous, so that a token takes time up to the cube of the number
+    of Earley items (partial matches) at its position. They therefore have a lower limit on items
+    than JSON grammars, which are not ambiguous but need four items for each optional property.
     """
     return LLParserLimits(
         max_items_in_row=_MAX_ROW_ITEMS_GRAMMAR if kind == "grammar" else _MAX_ROW_ITEMS_JSON,
@@ -77,8 +77,8 @@ class CompiledGrammar:
         return self._kind
 
     def mark_exhausted(self) -> None:
-        """Make `matcher` compile the grammar again next time. Call when a sequence has used up the
-        states of the current automaton, which all matchers share."""
+        """Make the next call of `matcher` compile the grammar again. Call this when a sequence has
+        used up the states of the current automaton, which all matchers share."""
         self._is_exhausted = True
 
     def _compile(self) -> LLMatcher:
@@ -99,8 +99,8 @@ class CompiledGrammar:
 
 
 class Matcher:
-    """The state of one sequence in its grammar. The parts of the automaton that have been computed
-    so far are shared with all other matchers of the grammar."""
+    """The parser state of one sequence under its grammar. The parts of the automaton that have been
+    computed so far are shared with all other matchers of the grammar."""
 
     def __init__(self, compiled: CompiledGrammar, matcher: LLMatcher) -> None:
         self._compiled = compiled
@@ -113,7 +113,8 @@ class Matcher:
         return self._matcher.is_accepting()
 
     def consume(self, tokens: Sequence[int]) -> None:
-        """Append tokens to the sequence. After its end, end-of-sequence tokens have no effect.
+        """Append tokens to the sequence. Once the sequence has ended, end-of-sequence tokens have
+        no effect.
 
         Raises `ProtocolBug` for a token that the grammar does not allow, and `InvalidRequest` if
         the parser reaches its limits. After either error, the matcher must not be used any more.
@@ -211,8 +212,8 @@ def _on_deep_stack(work: Callable[[], None]) -> None:
     """Run `work` on a thread with a large stack, and raise its error, if any.
 
     The parser recurses as deeply as a grammar's rules are chained and uses 16 KB of stack per rule.
-    Only the size of the text limits the chain. With the usual stack of 8 MB, a chain of 1000 rules
-    would crash the process.
+    Only the length of the grammar limits that depth. With the usual stack of 8 MB, a chain of 1000
+    rules would crash the process.
     """
     raised: list[BaseException] = []
 

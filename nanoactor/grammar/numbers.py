@@ -14,9 +14,9 @@ _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multip
 
 
 def check_numbers(part: dict[str, Any], field: str) -> None:
-    """Raise `InvalidRequest`, naming `field`, if a number in the keywords of one schema cannot be
-    enforced. A bound of 2^53 is also rejected, since the parser would accept some numbers beyond
-    it."""
+    """Raise `InvalidRequest`, naming `field`, if a number in the keywords of one schema exceeds
+    2^53 in magnitude. A bound of exactly 2^53 is also rejected, since rounding would make the
+    parser accept some numbers beyond it."""
     for keyword in _VALUES:
         for number in _numbers_in(part.get(keyword)):
             if abs(number) > MAX_EXACT:

@@ -4,6 +4,6 @@ from __future__ import annotations
 
 
 def shorten(text: str, limit: int = 200) -> str:
-    """Return the text; if it has more than `limit` characters, cut it to `limit` characters that
-    end with an ellipsis."""
+    """Return the text. If it is longer than `limit` characters, cut it to that length, including a
+    final "..."."""
     return text if len(text) <= limit else text[: limit - 3] + "..."

@@ -19,7 +19,8 @@ _SLICES = [*LLTokenizer.general_slices(), "[^<]+"]
 
 def _without_added(tokenizer: Tokenizer, size: int) -> Tokenizer:
     """Return the tokenizer without added tokens whose ids are `size` or more. The model cannot
-    produce them: an example is a padding token for which the embedding was not enlarged."""
+    produce such tokens, for example a padding token that was added without enlarging the
+    embedding."""
     added = tokenizer.get_added_tokens_decoder()
     if max(added, default=-1) < size:
         return tokenizer
@@ -29,7 +30,8 @@ def _without_added(tokenizer: Tokenizer, size: int) -> Tokenizer:
 
 
 class Vocabulary:
-    """The bytes of all tokens and the special tokens of a model, in one table for all grammars."""
+    """The byte sequences and special tokens of a model's vocabulary, in one table that all grammars
+    use."""
 
     def __init__(self, tokenizer_file: Path, size: int, eos_ids: tuple[int, ...]) -> None:
         """Read a `tokenizer.json`. For 150,000 ids, this takes 2 to 4 s on one core, and 230 MB.
@@ -46,7 +48,7 @@ class Vocabulary:
         self.words = -(-size // 32)
         """Number of int32 words in a mask, which has one bit for each id."""
         self.tokens = max(ids.values(), default=-1) + 1
-        """Highest id of the tokenizer plus 1; ids from here on are never allowed."""
+        """Highest id of the tokenizer plus 1. This id and all higher ones are never allowed."""
         self.eos_ids = eos_ids
         """End-of-sequence token ids."""
         if self.tokens > size:
@@ -83,6 +85,6 @@ class Vocabulary:
         }
 
     def special(self, text: str) -> int | None:
-        """Return the id of the special token with this text; None if there is none. Plain text
-        never encodes to a special token."""
+        """Return the id of the special token with this text; None if there is none. A grammar must
+        refer to a special token by its id, because plain text never encodes to a special token."""
         return self._special.get(text)

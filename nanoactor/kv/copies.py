@@ -1,4 +1,5 @@
-"""Copies of blocks and slot states that the runners make before the layers of the next step."""
+"""Copies of blocks and slot states (state that layers keep per slot, outside the blocks). The
+runners make them before they run the layers of the next step."""
 
 from __future__ import annotations
 

@@ -27,11 +27,11 @@ class EncodedItem:
     """Unique number of the entry, never reused."""
     references: int = 0
     planned: int = 0
-    """Number of units that planned steps encode. Kept when the item is released, so that encoding
-    continues from there for the next user."""
+    """Number of units (parts of the item's encoding, done in order) that planned steps compute.
+    Kept when the item is released, so that encoding continues from there for the next user."""
     ticket: int = 0
-    """Number of the latest release that quarantined the item; earlier quarantine entries are
-    void."""
+    """Number of the latest release after which no sequence held the item. Quarantine entries of
+    earlier releases are void."""
     trusted: bool = True
 
 
@@ -39,8 +39,8 @@ class EncoderCache:
     """Pages, references and eviction order of encoded items.
 
     An item is *held* (referenced), *quarantined* (unreferenced, but a step in flight may still use
-    it) or *idle*. Idle items are evicted, least recently used first. The scheduler spends a credit
-    for each page, as for blocks, so `acquire` always finds room.
+    it) or *idle*. Idle items are evicted, least recently used first. The scheduler counts the
+    available pages before it admits a sequence, so `acquire` always finds room.
     """
 
     def __init__(self, pages: int, page_rows: int) -> None:
@@ -64,8 +64,8 @@ class EncoderCache:
         """Add a reference to an item; its pages are allocated if it is not cached. Return the item,
         and the number of its pages that other sequences already hold.
 
-        Raises `ProtocolBug` if there is no room, since the scheduler then spent credits that it did
-        not have.
+        Raises `ProtocolBug` if there is no room, because the scheduler should not have admitted the
+        sequence then.
         """
         item = self._items.get(key)
         if item is None:
@@ -130,8 +130,8 @@ class EncoderCache:
         return len(item.pages)
 
     def complete(self, step: int) -> None:
-        """Record that all steps up to `step` are done, and end the quarantines that waited for
-        them."""
+        """Record that all steps up to `step` are done. Unreferenced items that waited for these
+        steps may now be evicted."""
         self._completed = max(self._completed, step)
         while self._quarantine and self._quarantine[0][0] <= self._completed:
             _, ticket, item = self._quarantine.popleft()

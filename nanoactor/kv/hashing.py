@@ -1,4 +1,4 @@
-"""Hashes of the contents of full blocks, by which the prefix cache finds equal prefixes."""
+"""Hashes of the contents of full blocks, which the prefix cache uses to find equal prefixes."""
 
 from __future__ import annotations
 

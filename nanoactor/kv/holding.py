@@ -15,7 +15,7 @@ from nanoactor.messages.vision import EncoderCredits
 
 @dataclasses.dataclass(slots=True)
 class Holding:
-    """The blocks held by the sequence in one slot."""
+    """The block manager's record of the blocks of one sequence that has a slot."""
 
     uid: int
     hashes: list[bytes]
@@ -23,7 +23,7 @@ class Holding:
     table: list[int]
     items: HeldItems | None = None
     extras: Mapping[int, bytes] = dataclasses.field(default_factory=dict)
-    """Bytes that identify pictures in a block's hash, by block index."""
+    """Bytes that are added to the hash of a block to identify its pictures, by block index."""
     request: int = -1
     """Uid of the first sequence of the same request."""
     shareable: int = 0
@@ -36,7 +36,8 @@ class Holding:
     announced: int = 0
     """Number of leading block table entries that were sent to the runners."""
     distrusted: bool = False
-    """True if no more blocks are indexed because some content is wrong or the index was cleared."""
+    """True if no more of the sequence's blocks are added to the prefix index, because some content
+    is wrong or the index was cleared."""
     tainted: bool = False
     """True if the sequence has read, or would read, results of a failed row."""
 
@@ -94,7 +95,7 @@ class AnswerBuilder:
     hits: list[int] = dataclasses.field(default_factory=list)
     refunds: list[int] = dataclasses.field(default_factory=list)
     freed: dict[int, int] = dataclasses.field(default_factory=dict)
-    """Number of freed blocks, by fence."""
+    """Number of freed blocks, by fence (the last step that may still use them)."""
     tainted: list[int] = dataclasses.field(default_factory=list)
     is_due: bool = False
     """True if the scheduler is waiting for an answer."""
@@ -106,8 +107,8 @@ class AnswerBuilder:
     def message(
         self, turn: int, shared: tuple[list[int], list[int]], encoder: EncoderCredits | None
     ) -> Answer:
-        """Return the `Answer` up to turn `turn`. `shared` is (slots, counts) of the slots whose
-        number of shared blocks has changed."""
+        """Return the `Answer` to all turns (messages from the scheduler) up to number `turn`.
+        `shared` is (slots, counts) of the slots whose number of shared blocks has changed."""
         int32 = np.int32
         return Answer(
             turn,
@@ -126,13 +127,13 @@ class AnswerBuilder:
 def propagate_taint(
     failing: Sequence[tuple[Holding, int]], holdings: Sequence[Holding]
 ) -> tuple[set[int], list[Holding]]:
-    """Return the blocks that must not be reused, and the holdings that contain a bad block, which
-    are marked as tainted.
+    """Return the blocks whose content must not be reused, and the holdings (records of a sequence's
+    blocks) that contain a bad block. These holdings are marked as tainted.
 
-    `failing` lists each failed holding with the index of its first bad block. Everything that a
-    sequence computes after a bad block is bad too, so the damage spreads to all holders of these
-    blocks. No sequence outside `holdings` can have read bad blocks: a released holding is kept
-    until its fence has passed.
+    `failing` lists each holding with a failed row, together with the index of its first bad block.
+    Everything that a sequence computes after a bad block is bad too, so the damage spreads to all
+    holdings of these blocks. `holdings` must also include released ones whose blocks steps in
+    flight may still use.
     """
     bad: set[int] = set()
     suspect: set[int] = set()

@@ -17,7 +17,8 @@ _NO_LIMIT = 1 << 62
 
 class IndexChanges:
     """Collects changes of the prefix index until they are published. Changes that cancel out are
-    dropped, so there are at most as many as blocks indexed now and at the last publication."""
+    dropped, so there are never more changes than blocks that are indexed now or were indexed at the
+    last publication."""
 
     def __init__(self) -> None:
         self._changes: dict[bytes, bool] = {}
@@ -45,8 +46,8 @@ class IndexChanges:
             self._changes[content] = is_present
 
     def republish(self, contents: Iterable[bytes]) -> None:
-        """Replace all changes: tell readers to clear their copies of the index, then add all of
-        `contents`."""
+        """Replace all changes: readers will be told to clear their copies of the index, and then to
+        add all of `contents`."""
         self._cleared, self._changes = True, {}
         for content in contents:
             self.remember(content)

@@ -1,5 +1,5 @@
-"""The block manager's part for pictures and videos: which encoder-cache entries sequences hold, and
-which rows their tokens read."""
+"""Handling of pictures and videos in the block manager: which encoder-cache entries sequences hold,
+and which cached rows their tokens read."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class HeldItems:
     stops: list[int]
     """Index after the last prompt token of each item."""
     extras: dict[int, bytes]
-    """Bytes that identify items in a block's hash, by block index."""
+    """Bytes that are added to the hash of a block to identify its items, by block index."""
     positions: Int32
     """Rotary positions of the tokens known at admission, (3, tokens)."""
     delta: int
-    """Rotary position minus token index, for the tokens after these."""
+    """Rotary position minus token index, for all tokens after those in `positions`."""
     encoded: list[EncodedItem | None] = dataclasses.field(default_factory=list)
     """Encoder-cache entry of each item; None if all tokens of the item were already computed."""
     released: set[int] = dataclasses.field(default_factory=set)
@@ -83,8 +83,8 @@ class ItemManager:
             self._answers[names.index(name)] += values
 
     def pop_credits(self) -> EncoderCredits | None:
-        """Return the credits and entries recorded since the last call, or None if there is nothing
-        to report."""
+        """Return the `EncoderCredits` message with everything recorded since the last call; None if
+        there is nothing to report."""
         answers, self._answers = self._answers, [[], [], [], [], [], []]
         has_changes, self._has_changes = self._has_changes, False
         if not has_changes:
@@ -106,8 +106,8 @@ class ItemManager:
         self._add(items=[0], refunds=[0])
 
     def match(self, held: HeldItems, items: Items, computed: int) -> None:
-        """Acquire the items with tokens at or after position `computed`, and record them for the
-        next answer."""
+        """Acquire the cache entries of the items with tokens at or after position `computed`, store
+        them in `held`, and record them for the next answer to the scheduler."""
         self._has_changes = True
         refund, numbers, progress = 0, [], []
         for index, stop in enumerate(held.stops):
@@ -128,13 +128,14 @@ class ItemManager:
 
     def advance(self, held: HeldItems, planned: int, step: int) -> None:
         """Release the items whose tokens all lie before position `planned`. Steps up to `step` may
-        read them."""
+        still read them."""
         for index, stop in enumerate(held.stops):
             if stop <= planned:
                 self._release(held, index, step)
 
     def free(self, held: HeldItems, fence: int) -> None:
-        """Release all items that the sequence still holds; steps up to `fence` may read them."""
+        """Release all items that the sequence still holds. Steps up to `fence` may still read
+        them."""
         for index in range(len(held.stops)):
             self._release(held, index, fence)
 
@@ -147,23 +148,23 @@ class ItemManager:
         self._add(freed=[self.cache.release(item, fence)], fences=[fence])
 
     def distrust(self, held: HeldItems) -> None:
-        """Remove these items from the cache's index because a row that read them has failed. They
-        will be encoded again."""
+        """Remove a sequence's items from the cache's index because a row that read them has failed.
+        They will be encoded again."""
         for item in held.encoded:
             if item is not None:
                 self.cache.distrust(item)
 
     def drop(self, event: DropPixels) -> None:
-        """Mark temporal patches as not encoded if they were only partly encoded when their pixels
-        were dropped."""
+        """Discard partly encoded temporal patches (groups of frames) of items whose pixels are
+        dropped. They will be encoded again from their start."""
         for number in event.numbers.tolist():
             item = self.cache.find(number)
             if item is not None:
                 item.planned = item.units.complete_units(item.planned)
 
     def check(self, holders: Iterable[HeldItems | None]) -> None:
-        """Raise `ProtocolBug` unless the cache's reference counts match the items that these
-        holders hold."""
+        """Raise `ProtocolBug` unless the cache's reference counts match the items that `holders`
+        hold; an entry of `holders` is None for a sequence without items."""
         counts: dict[EncodedItem, int] = {}
         for held in holders:
             for index, item in enumerate(held.encoded if held is not None else ()):

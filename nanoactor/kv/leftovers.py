@@ -27,8 +27,8 @@ class Leftovers:
     """Finds partly filled blocks by their first tokens, for sequences that continue after a
     restart.
 
-    The pool may evict such a block like any other cached one. The block is valid as long as the
-    name under which it was indexed refers to it.
+    The pool may evict such a block like any other cached one. An entry is valid as long as the
+    pool's index still maps the block's name to the block.
     """
 
     def __init__(self, pool: BlockPool, block_size: int) -> None:

@@ -1,8 +1,9 @@
 """The block manager's logic: block tables, prefix cache hits, and conversion of plans into steps.
 
-The manager receives turns and returns steps and answers. It does no I/O and reads no clock. It
-trusts the scheduler's credits, so an allocation fails only if an invariant is broken. Error
-messages about a slot describe the slot's state.
+The manager receives turns (messages with the scheduler's decisions) and returns steps and answers.
+It does no I/O and reads no clock. It relies on the scheduler to count the free blocks, so an
+allocation fails only if an invariant is broken. Error messages about a slot describe the slot's
+state.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ class PrefixHits:
     """Counts of prefix cache hits since the engine started."""
 
     prompt_tokens: int = 0
-    """Number of tokens of all admitted sequences, counted again when a sequence is readmitted."""
+    """Number of tokens of all admitted sequences. A preempted sequence counts again when it is
+    admitted again."""
     hit_tokens: int = 0
     """Number of these tokens that were found in the prefix cache."""
 
@@ -81,16 +83,18 @@ class BlockManager:
         self._sharing = SharedBlockCounts(blocks, max_seqs)
         self._rows = RowExpander(max_seqs)
         self._turn = self._step = 0
-        """Number of the last processed turn, and of the last planned step."""
+        """Number of the last processed turn (message from the scheduler), and of the last planned
+        step."""
         self._recently_indexed: deque[tuple[int, int]] = deque()
-        """(step, block) of each block that was indexed when a step was planned that is not known to
-        be done."""
+        """Recently indexed blocks as (step, block). `step` was the last planned step when the block
+        was indexed; the entry is kept until that step is known to be done."""
         self._block_size = block_size
         self._salt = salt
         self._prefix_caching = prefix_caching
         self._holdings: dict[int, Holding] = {}
         self._released: deque[tuple[int, int, Holding]] = deque()
-        """(fence, slot, holding) of each released slot in which steps in flight may have rows."""
+        """(last step that may use it, slot, record of its blocks) of each released slot in which
+        steps in flight may have rows."""
         self._copies = PendingCopies(slots=has_slot_state)
         # Arrays by slot, so that a step of hundreds of decode rows takes only a few operations.
         self._tokens = np.empty((max_seqs, max_model_len), np.int32)
@@ -106,7 +110,7 @@ class BlockManager:
         self._in_flight: deque[tuple[int, Long, Long]] = deque()
         """(step, slots, end position of each slot) of each step that is not known to be done."""
         self._admitted: set[int] = set()
-        """Slots of the admissions in the current turn."""
+        """Slots of the sequences admitted by the current turn (message from the scheduler)."""
         self._to_index: list[tuple[int, int]] = []
         """(slot, number of tokens whose positions are computed) of each slot in which a block has
         filled up since the last call of `index`."""
@@ -191,8 +195,8 @@ class BlockManager:
         self._admitted.add(slot)
 
     def _assign_slot(self, slot: int, holding: Holding, tokens: Int32, indexed: int) -> None:
-        """Assign a holding and its known tokens to a slot. The first `indexed` blocks of the
-        holding are already indexed."""
+        """Assign a slot to a holding (the record of a sequence's blocks) with these known tokens
+        (int32). The first `indexed` blocks of the holding are already indexed."""
         self._holdings[slot] = holding
         self._sharing.add(slot, holding.table)
         self._tokens[slot, : len(tokens)] = tokens
@@ -217,8 +221,8 @@ class BlockManager:
         return 0 if self._copies.has_slots else event.max_hits
 
     def _lent_blocks(self, request: int) -> list[int]:
-        """Return the full blocks of the prompt from a sequence of the request that has computed
-        them; an empty list if there is none."""
+        """Return the full prompt blocks of a sequence of the request that has computed them; an
+        empty list if there is none. `request` is the uid of the request's first sequence."""
         size = self._block_size
         for holding in self._holdings.values():
             if holding.request == request and holding.filled >= holding.shareable * size:
@@ -228,7 +232,7 @@ class BlockManager:
     def _complete_hashes(
         self, hashes: list[bytes], tokens: Int32, extras: Mapping[int, bytes]
     ) -> list[bytes]:
-        """Append the hashes of full blocks that are missing in `hashes`, and return `hashes`. An
+        """Append the hashes of full blocks that are missing from `hashes`, and return `hashes`. An
         admission only contains the hashes of the prompt's blocks."""
         size = self._block_size
         for index in range(len(hashes), len(tokens) // size if self._prefix_caching else 0):
@@ -273,8 +277,8 @@ class BlockManager:
         )
 
     def _skip_hits(self, rows: Rows) -> Rows:
-        """Return the rows without the positions that this turn's admissions found in the prefix
-        cache."""
+        """Return the rows without the positions that sequences admitted by this turn (message from
+        the scheduler) found in the prefix cache."""
         starts, counts = rows.starts.copy(), rows.counts.copy()
         for row, slot in enumerate(rows.slots.tolist()):
             if slot in self._admitted and counts[row]:
@@ -283,8 +287,8 @@ class BlockManager:
         return dataclasses.replace(rows, starts=starts, counts=counts)
 
     def _note_ends(self, rows: StepRows, computing: Rows) -> None:
-        """Record up to which position a step computes each slot. Raises `ProtocolBug` if a slot
-        lacks the blocks."""
+        """Record the end of the positions that a step computes in each slot. Raises `ProtocolBug`
+        if a slot has too few blocks for them."""
         slots, ends = rows.decode_slots, rows.decode_starts + 1
         if len(computing):
             self._discard_ends(computing.slots, computing.starts.astype(np.int64))
@@ -298,8 +302,8 @@ class BlockManager:
         self._in_flight.append((self._step, slots, ends))
 
     def _discard_ends(self, slots: Int32, starts: Long) -> None:
-        """Treat positions of these slots from `starts` on as not computed. The steps in flight
-        compute them from tokens that differ from the known ones."""
+        """Treat positions of these slots from `starts` on as not computed, because the steps in
+        flight compute them from tokens that differ from the known ones."""
         limits = np.full(len(self._known), np.iinfo(np.int64).max)
         limits[slots] = starts
         np.minimum(self._computed, limits, out=self._computed)
@@ -308,7 +312,8 @@ class BlockManager:
 
     def _bind_tokens(self, rows: Rows) -> Int32:
         """Return the token ids of all rows, concatenated, and index the blocks that are full after
-        these rows. A scored row also has the token after its last position."""
+        these rows. A row that yields prompt log-probabilities (`Want.SCORE`) also needs the token
+        after its last position."""
         chunks: list[Int32] = []
         columns = (rows.slots, rows.starts, rows.counts, rows.ids)
         for slot, start, count, ids in zip(*(c.tolist() for c in columns), strict=True):
@@ -328,7 +333,8 @@ class BlockManager:
         return np.concatenate(chunks) if chunks else _NOTHING
 
     def _bind_copies(self, plan: Plan, rows: Rows) -> None:
-        """Start slots as copies of slots whose known tokens are all computed by this step."""
+        """Start new sequences as copies of sequences whose known tokens are all computed by this
+        step."""
         uids = dict(zip(plan.admissions.slots.tolist(), plan.admissions.uids.tolist(), strict=True))
         for slot, source in zip(rows.slots.tolist(), rows.sources.tolist(), strict=True):
             if slot in self._holdings:
@@ -341,9 +347,10 @@ class BlockManager:
         self._copies.copy_slots(rows.slots.tolist(), rows.sources.tolist())
 
     def _copy(self, uid: int, slot: int, *, spare: bool) -> tuple[Holding, Int32]:
-        """Copy a slot whose known tokens are all computed. The copy shares the full blocks; the
-        partial block is copied to a new one. If `spare` is True, a new block is allocated even
-        without a partial block. Return the copy's holding and tokens."""
+        """Copy a slot whose known tokens are all computed, for the sequence `uid`. The copy shares
+        the full blocks; a partly filled block is copied to a new one. If `spare` is True, a new
+        block is allocated in any case. Return the holding (record of the blocks) and the tokens of
+        the copy."""
         source, known = self._holding(slot), int(self._known[slot])
         if source.filled != known:
             raise ProtocolBug(
@@ -429,7 +436,8 @@ class BlockManager:
             self._to_index += zip(slots[full].tolist(), known[full].tolist(), strict=True)
 
     def _fork(self, event: Forks, fence: int) -> None:
-        """Make slots copies of other slots. All sources are read as they were before this call."""
+        """Make slots copies of other slots. All sources are read as they were before this call.
+        Steps up to `fence` may still use the blocks that the copies had before."""
         self.index()
         slots = event.slots.tolist()
         pairs = zip(slots, event.sources.tolist(), strict=True)

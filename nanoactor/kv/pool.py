@@ -27,8 +27,8 @@ class BlockPool:
         self._free: deque[int] = deque(range(blocks))
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._ticket = [_NOT_QUARANTINED] * blocks
-        """Number of the latest release that quarantined each block; earlier quarantine entries are
-        void."""
+        """Number of the latest release after which no sequence held the block, by block; -1 if the
+        block is not quarantined. Quarantine entries of earlier releases are void."""
         self._last_ticket = 0
         self._quarantine: deque[tuple[int, int, list[int]]] = deque()
         """(fence, release number, blocks). The fence is the step that must be done before the
@@ -64,8 +64,8 @@ class BlockPool:
         """Allocate a block with one reference and return it. If the block was cached, its content
         is removed from the index.
 
-        Raises `ProtocolBug` if no block is available, since the scheduler then spent credits that
-        it did not have.
+        Raises `ProtocolBug` if no block is available, because the scheduler has then spent more
+        blocks than there are.
         """
         if self._free:
             block = self._free.popleft()
@@ -88,7 +88,7 @@ class BlockPool:
                 self.changes.forget(content)
 
     def forget_all(self) -> None:
-        """Remove the contents of all blocks from the index."""
+        """Remove the contents of all blocks from the index; cached blocks become free."""
         for block in [*self._index.values()]:
             self.forget(block)
         self._free.extend(self._cached)
@@ -115,13 +115,13 @@ class BlockPool:
         return self._references[block] > 0
 
     def publish_index(self) -> None:
-        """Publish the whole index, and from now on all changes of it, through `changes`."""
+        """Publish the whole index, and from now on all changes to it, through `changes`."""
         self.changes = self.changes or IndexChanges()
         self.changes.republish(self._index)
 
     def restart(self) -> None:
-        """End all quarantines after a restart, when no step is in flight. Steps are counted from 1
-        again."""
+        """Make all unreferenced blocks available after a restart, when no step is in flight. Steps
+        are counted from 1 again."""
         self.complete(_ALL_STEPS)
         self._completed = 0
 
@@ -135,9 +135,10 @@ class BlockPool:
 
     def release(self, blocks: list[int], fence: int) -> int:
         """Drop one reference to each block. Return the number of blocks that become unreferenced.
+        Raises `ProtocolBug` if a block has no reference.
 
-        These blocks become available once step `fence` is complete. They will be evicted in the
-        order of `blocks`.
+        The unreferenced blocks become available once step `fence` is complete. They will be evicted
+        in the order of `blocks`.
         """
         orphans = []
         self._last_ticket += 1
@@ -154,8 +155,8 @@ class BlockPool:
         return len(orphans)
 
     def complete(self, step: int) -> None:
-        """Record that all steps up to `step` are done, and end the quarantines that waited for
-        them."""
+        """Record that all steps up to `step` are done, and make the unreferenced blocks that waited
+        for these steps available."""
         self._completed = max(self._completed, step)
         while self._quarantine and self._quarantine[0][0] <= self._completed:
             _, ticket, blocks = self._quarantine.popleft()

@@ -1,5 +1,5 @@
-"""Pictures and videos in a prompt: their placeholders, their positions, and their share in block
-hashes."""
+"""Pictures and videos in a prompt: their placeholders, their positions, and their contribution to
+the hashes of cached blocks."""
 
 from __future__ import annotations
 
@@ -37,25 +37,27 @@ class VisualItem:
 
     @property
     def tokens(self) -> int:
-        """Number of output rows of the vision tower for this item, which is also its number of
-        tokens."""
+        """Number of the item's tokens in the prompt, one for each output row of the vision
+        tower."""
         return self.height * self.width * (1 if self.times is None else len(self.times))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlacedSpan:
-    """Position, in the expanded prompt, of a picture or of one temporal patch of a video."""
+    """Position of a picture, or of one temporal patch (a group of consecutive frames) of a video,
+    in a prompt after its placeholders have been expanded."""
 
     item: int
     """Index of the picture or video among the prompt's items."""
     first_row: int
-    """Index, among the item's output rows, of the row that belongs to the span's first token."""
+    """Index of the first token's output row, among the vision tower's output rows for the item."""
     span: VisualSpan
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpandedPrompt:
-    """A prompt with one placeholder token for each output row of its pictures and videos."""
+    """A prompt in which each picture and video has as many placeholder tokens as the vision tower
+    computes output rows for it."""
 
     token_ids: Int32
     spans: tuple[PlacedSpan, ...]
@@ -64,7 +66,8 @@ class ExpandedPrompt:
 def expand_prompt(
     token_ids: Int32, items: Sequence[VisualItem], config: VisionConfig, encode: Encode
 ) -> ExpandedPrompt:
-    """Replace each placeholder by as many placeholder tokens as its item has output rows.
+    """Replace each placeholder by as many placeholder tokens as the vision tower computes output
+    rows for its item (a picture or video).
 
     The first image placeholder belongs to the first picture among the items, and so on; the same
     applies to videos. A video's placeholder becomes, for each temporal patch, its time as text, the
@@ -131,8 +134,8 @@ def _check_counts(placeholders: Int32, items: Sequence[VisualItem], config: Visi
 
 
 def patch_times(times: Sequence[float], frames_per_patch: int) -> tuple[float, ...]:
-    """Return the time of each temporal patch in seconds: the mean of the times of its first and
-    last frames.
+    """Return the time of each temporal patch (a group of `frames_per_patch` consecutive frames) in
+    seconds: the mean of the times of its first and last frames.
 
     `times` is the time of each frame. If the frames do not fill the last patch, the last frame is
     repeated.
@@ -145,8 +148,8 @@ def patch_times(times: Sequence[float], frames_per_patch: int) -> tuple[float, .
 def items_message(
     prompt: ExpandedPrompt, items: Sequence[VisualItem], config: VisionConfig, worker: int
 ) -> Items:
-    """Return the message that describes a prompt's items to the scheduler and the block manager.
-    `worker` is the index of the vision worker that holds their pixels."""
+    """Return the message that describes a prompt's pictures and videos to the scheduler and the
+    block manager. `worker` is the index of the vision worker that has their undecoded data."""
     _, delta = rope_positions(len(prompt.token_ids), [placed.span for placed in prompt.spans])
     frames = [1 if item.times is None else len(item.times) for item in items]
     return Items(
@@ -161,7 +164,8 @@ def items_message(
 
 
 def visual_spans(items: Items) -> list[VisualSpan]:
-    """Return the spans of the items in the form that `nanoactor.models.vision.mrope` expects."""
+    """Return the position and size, in tokens, of each picture and each temporal patch of a video,
+    in the form that `nanoactor.models.vision.mrope` expects."""
     grids = items.grids.tolist()
     return [
         VisualSpan(start, grids[item][1], grids[item][2]) for item, _, start in items.spans.tolist()
@@ -169,11 +173,12 @@ def visual_spans(items: Items) -> list[VisualSpan]:
 
 
 def block_extras(items: Items, block_size: int) -> dict[int, bytes]:
-    """Return, by block index, bytes that make the block's hash depend on the pictures in the block.
+    """Return, by block index, bytes that make the block's hash depend on the pictures and videos in
+    the block, because their placeholder tokens are always the same.
 
-    For each span that overlaps the block, they contain the item's key, the span's height and width,
-    and its first row. The offset of the block within a span needs no bytes: it follows from the
-    preceding blocks, on which the hash depends, too.
+    The bytes contain the key, height, width and first output row of each picture or temporal patch
+    that overlaps the block. Its offset in the block is not included, because the hash also depends
+    on the preceding blocks, which determine the offset.
     """
     extras: dict[int, bytes] = {}
     for (item, first, _), span in zip(items.spans.tolist(), visual_spans(items), strict=True):

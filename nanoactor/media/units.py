@@ -1,5 +1,5 @@
-"""Division of the vision tower's work on an item into units, so that encoding does not make any
-step long."""
+"""Division of the encoding of a picture or video into units of work, so that no step (one forward
+pass) takes too long."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from nanoactor.models.vision.image_config import ImageConfig
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncoderLimits:
-    """Size of the encoder cache, and limits on encoding per step. With 0 pages, the model has no
-    vision tower."""
+    """Size of the encoder cache, which stores outputs of the vision tower, and limits on encoding
+    per step. A model without a vision tower has 0 pages."""
 
     pages: int = 0
     page_rows: int = 1
-    """Number of output rows that a page of the cache holds."""
+    """Number of output rows in a page of the cache."""
     budget: int = 1
     """Maximum number of output rows that a step encodes."""
     depth: int = 1
     """Number of blocks (transformer layers) in the vision tower."""
     ranks: int = 1
     short_prefix: int = 0
-    """Maximum number of tokens before an unencoded picture that are computed together with the
-    picture instead of earlier."""
+    """If at most this many tokens precede a picture, they do not get a step of their own: they wait
+    until the picture is encoded."""
 
 
 NO_ENCODER = EncoderLimits()
@@ -33,7 +33,8 @@ NO_ENCODER = EncoderLimits()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncodeUnits:
-    """The units into which the encoding of an item is divided. They are encoded in order.
+    """The units into which the encoding of an item (a picture or video) is divided. They are
+    encoded in order.
 
     A temporal patch (a group of consecutive frames) attends only to itself, so it is one unit. If
     it has more rows than a step may encode, it is divided into several units. Each of them runs
@@ -61,7 +62,8 @@ class EncodeUnits:
     def of_pixels(
         cls, shape: Sequence[int], images: ImageConfig, vision: VisionConfig, budget: int
     ) -> EncodeUnits:
-        """Divide an item whose pixels have the shape (frames, height, width, channels)."""
+        """Divide an item whose pixels have the shape (frames, height, width, channels). A step may
+        encode `budget` output rows."""
         frames, height, width, _ = shape
         patch_side, frames_per_patch = images.factor, vision.temporal_patch_size
         grid = -(-frames // frames_per_patch), height // patch_side, width // patch_side
@@ -78,7 +80,7 @@ class EncodeUnits:
         return self.frames * self.rows
 
     def cost(self, budget: int) -> int:
-        """Return the number of rows that one unit uses of a step's `budget`."""
+        """Return how many output rows of a step's `budget` one unit uses."""
         return min(self.rows, budget)
 
     def rows_after(self, units: int) -> int:
@@ -92,6 +94,6 @@ class EncodeUnits:
         return units // self.parts * self.parts
 
     def blocks(self, part: int, depth: int) -> range:
-        """Return the indices of the tower's blocks that part number `part` of a temporal patch
-        runs. The tower has `depth` blocks."""
+        """Return the range of tower blocks that a unit runs. `part` is the index of the unit within
+        its temporal patch, and `depth` is the number of blocks in the tower."""
         return range(part * depth // self.parts, (part + 1) * depth // self.parts)

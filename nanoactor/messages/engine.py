@@ -1,8 +1,9 @@
 """The messages that every request needs, with their senders, receivers and fields.
 
-A `uid` is the number that the frontend assigns to a sequence, counted from 0 without gaps; most
-requests have one sequence. A `slot` is the index of a row in the running batch. Steps are numbered
-from 1 without gaps. Arrays of one message that describe the same rows have the same length.
+Most requests have one sequence. A `uid` is the number that the frontend assigns to a sequence,
+counted from 0 without gaps. A `slot` is the index of a running sequence in arrays of the size of
+the batch. Steps are numbered from 1 without gaps. Arrays of one message that describe the same rows
+have the same length.
 """
 
 from __future__ import annotations
@@ -54,8 +55,9 @@ class TextOptions:
     detokenize: bool = True
     """True if output tokens are decoded to text."""
     delivered: int = -1
-    """Number of output characters emitted before a restart; -1 if all text that the detokenizer had
-    released was emitted."""
+    """If the sequence resumes after earlier output, the number of characters of that output that
+    were already emitted. -1 if all of it was, except text held back because a stop string may
+    follow."""
 
 
 @message(6)
@@ -76,8 +78,8 @@ class TokenRules:
 
 @message(8)
 class FreeText:
-    """Token ids that delimit the free text of a sequence, which precedes the text under its
-    grammar. Reasoning, if any, comes first; text up to a tool call may follow."""
+    """Token ids that delimit the free text of a sequence, the text before its grammar applies. Free
+    text consists of reasoning, if any, and then possibly text up to a tool call."""
 
     thinks: bool
     """True if the prompt ends inside a reasoning section."""
@@ -134,8 +136,8 @@ class Submit:
     chat_options: str
     token_ids: Int32
     item_times: tuple[tuple[float, ...], ...] = ()
-    """For each image and video that a vision worker will report to the tokenizer: the times in
-    seconds of a video's temporal patches; empty for an image."""
+    """One tuple for each image and video that a vision worker will report to the tokenizer: the
+    times in seconds of a video's temporal patches, or () for an image."""
     bad_words: tuple[str, ...] = ()
     keep_last: int = 0
     """Maximum number of prompt tokens; only the last ones are kept. 0 keeps all tokens."""
@@ -146,11 +148,12 @@ class Submit:
 
 @message(11, by="uid")
 class Admit:
-    """Tokenizer to scheduler: a tokenized request that may run. The uids of its sequences are as in
-    `Submit`.
+    """Tokenizer to scheduler: a tokenized request that may run. Its sequences have consecutive
+    uids, starting with `uid`.
 
     `token_ids` contains the prompt and, if the request resumes after a restart, the output so far,
-    which begins at index `prompt_length`. `hashes` has a row of 16 bytes for each full block.
+    which begins at index `prompt_length`. `hashes`, (blocks, 16), has a 16-byte hash for each full
+    KV cache block of `token_ids`.
     """
 
     uid: int
@@ -175,7 +178,7 @@ class Reject:
     answers: int = 1
     """Number of sequences of the request, whose uids start at `uid`."""
     refused: bool = False
-    """True if the machine, not the request, is at fault."""
+    """True if the machine (for example, a lack of memory), not the request, is at fault."""
 
 
 @message(13, by="uid")
@@ -188,7 +191,8 @@ class Abort:
 
 @message(14, by="uid")
 class Continue:
-    """Frontend to scheduler: resume all held sequences of a request at once."""
+    """Frontend to scheduler: resume all sequences of a held request, which pause after every token
+    until their caller supplies the next one."""
 
     uid: int
     """Uid of the request's first sequence."""
@@ -201,14 +205,17 @@ class Continue:
 
 @message(15)
 class HoldClock:
-    """Scheduler to itself, as a timer: half of `hold_timeout` has passed."""
+    """Scheduler to itself, as a timer: end the paused sequences whose callers are overdue. Sent at
+    intervals of half `hold_timeout` while sequences are paused."""
 
 
 @message(20, by="uid")
 class Admission:
-    """A sequence that is assigned a slot and needs KV cache blocks for its tokens.
+    """A newly admitted sequence, which occupies a slot (an index in the running batch) and needs KV
+    cache blocks for its tokens.
 
-    `blocks` is the number of debited blocks, which assumes that there is no prefix cache hit.
+    `blocks` is the number of blocks that the scheduler has subtracted from its count of free
+    blocks, on the assumption that there is no prefix cache hit.
     """
 
     uid: int
@@ -219,7 +226,8 @@ class Admission:
     hashes: NDArray[np.uint8]
     blocks: int
     items: Items | None = None
-    """Images and videos of the prompt; encoder-cache pages have been debited for all of them."""
+    """Images and videos of the prompt. The scheduler has subtracted encoder-cache pages for all of
+    them from its count of free pages."""
     max_hits: int = 2**31 - 1
     """Maximum number of leading tokens that may be prefix cache hits; the rest must be computed."""
 
@@ -240,8 +248,8 @@ class Admissions:
     masked_counts: Int32
     """Number of ids of each row in `masked_ids`."""
     freeze_ids: Int32
-    """Token ids after which a sequence stops decoding, (rows, limits.MAX_FREEZE_IDS): as many as
-    fit, padded with -1."""
+    """Token ids after which the device stops decoding a sequence, (rows, limits.MAX_FREEZE_IDS): as
+    many ids as fit, padded with -1."""
     rope_deltas: Int32
     """Rotary position minus token index, for the tokens after the prompt; negative if the prompt
     contains images."""
@@ -256,8 +264,8 @@ class Admissions:
 class Plan:
     """A step as planned by the scheduler, without block ids and token ids.
 
-    The row of a sequence admitted in the same turn starts at position 0; the block manager removes
-    the part that the prefix cache provides.
+    The row of a newly admitted sequence starts at position 0. The block manager removes the part
+    that the prefix cache provides.
     """
 
     step: int
@@ -265,7 +273,7 @@ class Plan:
     """All rows of the step except decode rows that are repeated from the previous step
     (`Want.DECODE` in `nanoactor.messages.rows`)."""
     leaves: Int32
-    """Slots whose decode rows are not repeated any longer."""
+    """Slots that leave the decode batch: their rows of the previous step are not repeated."""
     grows: Int32
     """Slots that receive one more block for this step."""
     admissions: Admissions
@@ -274,7 +282,8 @@ class Plan:
 
 @message(24)
 class Failures:
-    """Slots with failed rows, whose keys and values must not be read."""
+    """Slots in which the computation of a row has failed. The keys and values of the failed row
+    must not be read."""
 
     slots: Int32
     starts: Int32
@@ -283,14 +292,14 @@ class Failures:
 
 @message(27)
 class Forks:
-    """Sequences that become copies of other sequences; no step of any of them is in flight. Each
-    copy releases its own blocks and shares all full blocks of its source. It also receives one new
-    block, into which the source's partial block is copied."""
+    """Sequences that become copies of other sequences, while no step of any of them is in flight.
+    Each copy releases its own KV cache blocks and shares all full blocks of its source. It also
+    receives one new block, into which the source's partial block is copied."""
 
     slots: Int32
     sources: Int32
-    """Slot of the source of each copy. The source is copied as it is before this turn, even if it
-    becomes a copy itself."""
+    """Slot of the source of each copy. The source is copied in its state before all of these
+    copies, even if it becomes a copy itself."""
 
 
 @message(23)
@@ -311,7 +320,7 @@ class KnownTokens:
 
 @message(29, by="step")
 class Turn:
-    """Scheduler to block manager: all decisions that follow from one event.
+    """Scheduler to block manager: all decisions that the scheduler makes after one event.
 
     The block manager processes the parts in this order: finished steps, failures, forks, known
     tokens, freed blocks, dropped pixels, clearing of the prefix cache index, admissions, and the
@@ -344,8 +353,9 @@ class Turn:
 
 @message(34)
 class Copies:
-    """Copies of blocks or slot states, made before the layers of a step run. All sources are read
-    before any target is written."""
+    """Copies of KV cache blocks or of slot states (per-sequence states of layers outside the KV
+    cache), made before the layers of a step run. All sources are read before any target is
+    written."""
 
     sources: Int32
     targets: Int32
@@ -359,7 +369,7 @@ class Step:
     rows: Rows
     leaves: Int32
     token_ids: Int32
-    """Token ids of all rows, concatenated; `Rows.ids` is the number for each row."""
+    """Token ids of all rows, concatenated. `Rows.ids` is the number of ids of each row."""
     table_slots: Int32
     """Slots of the block tables that change."""
     table_starts: Int32
@@ -372,7 +382,8 @@ class Step:
     copies: Copies | None = None
     """Block copies; None if there are none."""
     slot_copies: Copies | None = None
-    """Slot-state copies; None if there are none or if no layer keeps slot state."""
+    """Copies of per-sequence layer states outside the KV cache; None if there are none or if no
+    layer keeps such a state."""
     vision: VisionStep | None = None
     """Work on images and videos; None if nothing is encoded and no prompt token of the step is at
     or after an image or video."""
@@ -406,7 +417,7 @@ class StepWanted:
 @message(40)
 class Answer:
     """Block manager to scheduler: the results of all turns since the last `Answer`, up to turn
-    `turn`."""
+    `turn`. A turn contains the scheduler's decisions after one event."""
 
     turn: int
     """Number of the last turn that the block manager has processed."""
@@ -416,7 +427,8 @@ class Answer:
     """Number of leading tokens of each admitted sequence that are already computed (prefix cache
     hits)."""
     refunds: Int32
-    """Number of blocks debited for each admitted sequence that other sequences already hold."""
+    """For each admitted sequence, the number of its blocks that other sequences already hold, and
+    that therefore do not take up free blocks."""
     fences: Int32
     """Steps that must finish before freed blocks may be overwritten, in ascending order."""
     freed: Int32
@@ -426,9 +438,10 @@ class Answer:
     shared: Int32
     """Number of shared blocks of each of `slots`."""
     encoder: EncoderCredits | None
-    """Encoder-cache credits; None if no admission has items and no pages are released."""
+    """Changes of the encoder cache; None if no admitted sequence has images or videos and no pages
+    are released."""
     tainted: Int64
-    """Uids of the sequences that have read, or would read, results of failed rows."""
+    """Uids of the sequences that have read, or would read, keys and values of failed rows."""
 
 
 @message(50, by="uid")
@@ -467,8 +480,8 @@ class Finish:
 
 @message(52, by="step")
 class Tokens:
-    """Scheduler to detokenizer: new tokens since the previous message. A sequence has several of
-    them if a grammar forced them."""
+    """Scheduler to detokenizer: new tokens since the previous message. A sequence may have several,
+    for example if its grammar forced them."""
 
     step: int
     uids: Int64
@@ -482,7 +495,8 @@ class Tokens:
 
 @message(60)
 class Opened:
-    """A request accepted by the scheduler, with its tokenized prompt."""
+    """A sequence accepted by the scheduler, with its tokenized prompt, which is empty except in the
+    first sequence of a request."""
 
     uid: int
     prompt_token_ids: Int32
@@ -490,8 +504,9 @@ class Opened:
 
 @message(61)
 class Terminal:
-    """The end of a request, after which it has no more output. Counts cover the whole output. They
-    are 0 if the request ends before it is opened or, after a restart, reopened."""
+    """The end of a sequence, after which it has no more output. Counts cover the whole output. They
+    are 0 if the sequence ends before the scheduler has accepted it or, after a restart, has
+    accepted it again."""
 
     uid: int
     reason: str

@@ -22,14 +22,14 @@ Int64 = NDArray[np.int64]
 @message(80, by="uid")
 class OpenGrammar:
     """Scheduler to grammar actor: open the grammar of a sequence, and compute its first mask unless
-    the sequence begins with free text."""
+    the sequence begins with free text (text before the grammar applies)."""
 
     uid: int
     grammar: str
     """The grammar, in the format of `GrammarSpec.to_text`."""
     position: int
-    """Position of the next token to sample, minus the number of `token_ids`; -1 if the sequence
-    begins with free text, whose end `BeginGrammar` reports."""
+    """Position of the first of `token_ids` or, if there are none, of the next token to sample. -1
+    if the sequence begins with free text, whose end `BeginGrammar` reports."""
     token_ids: Int32
     """Tokens that the grammar must already accept, if the sequence continues after a restart."""
     jumps: bool
@@ -40,14 +40,15 @@ class OpenGrammar:
 
 @message(91, by="uid")
 class BeginGrammar:
-    """Scheduler to grammar actor: a sequence's free text has ended; compute its next mask."""
+    """Scheduler to grammar actor: the free text of a sequence (the text before its grammar applies)
+    has ended. Compute the next mask."""
 
     uid: int
     position: int
     """Position of the next token to sample."""
     token_ids: Int32
-    """Tokens to apply to the grammar since the last one sent: those that begin and end the free
-    text, if they are part of the grammar."""
+    """Tokens that the grammar must accept before the next mask, following those sent earlier: the
+    tokens that begin and end the free text, if they are part of the grammar."""
 
 
 @message(81)
@@ -94,7 +95,7 @@ class Masks:
 
 @message(84)
 class MasksReady:
-    """Runner to scheduler: the rank now holds the masks for these positions."""
+    """Runner to scheduler: this rank has received the masks for these positions."""
 
     rank: int
     uids: Int64
@@ -113,12 +114,13 @@ class GrammarsFailed:
 
 @message(86)
 class DropMasks:
-    """Scheduler to all runners, by way of the block manager: drop the masks of these sequences,
-    which no later step uses."""
+    """Scheduler to all runners, through the block manager: drop the masks of these sequences, which
+    no later step uses."""
 
     uids: Int64
 
 
 @message(87)
 class MaskClock:
-    """Scheduler to itself, as a timer: half of `mask_timeout` has passed."""
+    """Scheduler to itself, as a timer: end the sequences whose masks are overdue. Sent at intervals
+    of half `mask_timeout` while sequences wait for masks."""

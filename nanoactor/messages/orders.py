@@ -15,7 +15,7 @@ class Pause:
 @message(18)
 class ForgetIndex:
     """Frontend to scheduler, which forwards it to the block manager: clear the prefix cache index,
-    so that no later request reuses earlier results. Sent again after a process has died; each
-    number takes effect once."""
+    so that no later request reuses earlier results. The message is sent again after a process has
+    died, but each number takes effect only once."""
 
     number: int

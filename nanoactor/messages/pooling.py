@@ -16,14 +16,15 @@ Float32 = NDArray[np.float32]
 
 @message(36)
 class StepVectors:
-    """The vectors of a step's pooling rows."""
+    """The vectors that a step computes for pooling rows, the rows of requests that return a pooled
+    vector instead of tokens."""
 
     rows: Int32
     """Indices of the pooling rows among all rows of the step (`nanoactor.messages.rows.StepRows`),
     ascending."""
     values: Float32
-    """(rows, width), float32: the hidden state of one position of each row, or logits computed from
-    it. For mean pooling, the sum of the hidden states of the row's positions."""
+    """(rows, width), float32: for each row, the hidden state of one position, or logits computed
+    from that state. For mean pooling, the sum of the hidden states of the row's positions."""
 
 
 @message(54)

@@ -1,7 +1,8 @@
 """The rows of a step: what each row computes and yields, and how rows are transferred.
 
-A row computes `count` positions of the sequence in one slot, from `start` on. Prompt chunks, decode
-rows, forced tokens, copies, and samples under a mask are all rows. Their order does not matter.
+A row computes `count` positions, from `start` on, of the sequence in one slot (index in the running
+batch). Prompt chunks, decode rows, forced tokens, copies, and samples under a mask are all rows.
+Their order does not matter.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ class Want(enum.IntFlag):
     """Keep the hidden state of the row's last position in its slot, so that a later row can sample
     from it."""
     SCORE = 4
-    """Score the tokens that follow the row's positions, except the token after the prompt's last
-    position. The token that follows the row's last position is sent after the row's own tokens."""
+    """Compute the log-probabilities of the tokens that follow the row's positions, except the token
+    after the prompt's last position. The token that follows the row's last position is sent after
+    the row's own tokens."""
     DECODE = 8
     """Compute the position of a token that an earlier step sampled and that the host may not know
     yet. The row is repeated in every later step, each time one position further, until its slot is
@@ -64,7 +66,7 @@ class Rows:
 
     @property
     def copies(self) -> Flags:
-        """True for each row that is a copy, (rows,)."""
+        """True for each row that is a copy, which uses the hidden state of another row, (rows,)."""
         if not len(self.sources):
             return np.zeros(len(self), np.bool_)
         copies: Flags = self.sources >= 0
@@ -78,7 +80,7 @@ class Rows:
 
     @property
     def ids(self) -> Int32:
-        """Number of token ids that are sent for each row, int32."""
+        """Number of token ids that are sent for each row, int32; 0 for decode rows."""
         sent = self.counts + (self.wants & SCORE > 0)
         sent *= self.wants & DECODE == 0
         return sent
@@ -121,8 +123,8 @@ class StepRows(NamedTuple):
 
 
 class RowExpander:
-    """Restores all rows of each step from the rows that were sent and the slots that left the
-    decode batch.
+    """State with which a receiver restores all rows of each step from the rows that were sent and
+    the slots that left the decode batch.
 
     This is the inverse of `compress_rows`. Steps must be expanded in order.
     """
@@ -134,8 +136,9 @@ class RowExpander:
         """Start position of each decode row in the next step."""
 
     def expand(self, rows: Rows, leaves: Int32) -> StepRows:
-        """Return all rows of the next step. `leaves` are the slots whose decode rows are not
-        repeated any longer. If no slot joins or leaves, this takes a single array operation."""
+        """Return all rows of the next step. `rows` are the rows that were sent, and `leaves` are
+        the slots that leave the decode batch. If no slot joins or leaves, this costs a single array
+        operation."""
         joins = rows.wants & DECODE > 0 if len(rows) else None
         if joins is not None and joins.any():
             self._change(leaves, rows.take(joins))
@@ -157,7 +160,8 @@ class RowExpander:
 def compress_rows(
     before: Flags, after: Flags, starts: NDArray[np.integer], others: Rows
 ) -> tuple[Rows, Int32]:
-    """Return the rows to send, and the slots that leave the decode batch.
+    """Return the rows to send, and the slots that leave the decode batch. Rows that continue to
+    decode are not sent.
 
     `before` and `after`, (slots,), are True for the slots that decode in the previous step and in
     this one. `starts` contains, by slot, the start positions of this step's decode rows. `others`

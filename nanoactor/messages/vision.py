@@ -1,4 +1,5 @@
-"""Messages about images and videos. `engine.py` has the messages that all requests use."""
+"""Messages about images and videos, which are called items. `engine.py` has the messages that all
+requests use."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ Int64 = NDArray[np.int64]
 
 @message(4)
 class Items:
-    """The images and videos of one request, in the order of the request; not decoded yet."""
+    """The images and videos of one request, in the order of the request and before decoding."""
 
     keys: NDArray[np.uint8]
     """Hashes of each item's content and preprocessing, (items, 16)."""
@@ -21,8 +22,9 @@ class Items:
     """(items, 3): number of temporal patches of each item, and rows and columns of tokens per
     temporal patch."""
     spans: Int32
-    """(spans, 3), in prompt order: index of the item, index of the item's first row in this span,
-    and prompt index of that row's token. Each span covers one temporal patch."""
+    """(spans, 3), in prompt order. A span is the run of prompt tokens for one temporal patch.
+    Columns: index of the item, index of the first of its embedding rows in the span, and prompt
+    index of that row's token."""
     rope_delta: int
     """Rotary position minus token index, for the tokens after the prompt."""
     worker: int
@@ -39,20 +41,21 @@ class EncodeSlices:
     pixels: Int64
     """Number of the `WantPixels` message that requested the pixels of each slice."""
     firsts: Int32
-    """Index of the first unit of each slice; units are defined in `nanoactor.media.units`."""
+    """Index of the first unit of each slice. A unit is the smallest part of an item's encoding that
+    a step can run (`nanoactor.media.units`)."""
     counts: Int32
     """Number of units of each slice."""
 
 
 @message(33)
 class VisionStep:
-    """A step's work on images and videos: slices are encoded first, then prompt tokens read the
-    results."""
+    """A step's work on images and videos: slices (parts of them) are encoded first, then prompt
+    tokens read the encoder's output."""
 
     slices: EncodeSlices
     page_counts: Int32
-    """Number of pages, for each slice's item, in `pages`. The item's rows are in these pages, in
-    order."""
+    """Number of entries in `pages` for the item of each slice. These pages contain the item's rows,
+    in order."""
     pages: Int32
     tokens: Int32
     """Indices of the step's prompt tokens that read a row of the encoder cache."""
@@ -65,19 +68,20 @@ class VisionStep:
 
 @message(41)
 class EncoderCredits:
-    """Parts of an `Answer` about images and videos: cache entries for admitted sequences, and
-    released pages."""
+    """The part of a block manager's `Answer` about the encoder cache: entries for admitted
+    sequences, and released pages."""
 
     items: Int32
     """Number of items of each admitted sequence."""
     refunds: Int32
-    """Number of pages debited for each admitted sequence that are shared, or that none of its
-    tokens will read; these are refunded."""
+    """For each admitted sequence, the number of pages that the scheduler counts as free again,
+    because they are shared or none of the sequence's tokens will read them."""
     numbers: Int64
     """Number of each item's entry in the encoder cache; negative if all tokens of the item are
     already computed."""
     units: Int32
-    """Number of units of each item that planned steps have encoded or will encode."""
+    """Number of units (parts encoded at once) of each item that planned steps have encoded or will
+    encode."""
     freed: Int32
     """Number of pages freed by each release."""
     fences: Int32
@@ -86,7 +90,8 @@ class EncoderCredits:
 
 @message(70, by="uid")
 class MediaPiece:
-    """Frontend to vision worker: one part of an item's bytes. Parts are sent in order."""
+    """Frontend to vision worker: one part of the bytes of an item (an image or video). Parts are
+    sent in order."""
 
     uid: int
     item: int
@@ -110,8 +115,8 @@ class MediaPiece:
 
 @message(71)
 class ItemsRead:
-    """Vision worker to tokenizer: the results of identifying items by their bytes and headers,
-    without decoding them."""
+    """Vision worker to tokenizer: the keys and sizes of items (images and videos), read from their
+    bytes and headers, or errors."""
 
     worker: int
     uids: Int64
@@ -128,8 +133,8 @@ class ItemsRead:
 
 @message(72)
 class ResendMedia:
-    """Vision worker to frontend: send the bytes of these items again, because the worker no longer
-    has them."""
+    """Vision worker to frontend: send the bytes of these items (images and videos) again, because
+    the worker no longer has them."""
 
     uids: Int64
     items: Int32
@@ -137,7 +142,8 @@ class ResendMedia:
 
 @message(73, by="uid")
 class WantPixels:
-    """Scheduler to vision worker: decode an item and send its pixels to all runners."""
+    """Scheduler to vision worker: decode an item (an image or video) and send its pixels to all
+    runners."""
 
     pixels: int
     """Number that identifies these pixels in later messages; never reused."""
@@ -148,15 +154,15 @@ class WantPixels:
 
 @message(74)
 class CancelPixels:
-    """Scheduler to vision worker: do not send these pixels; they are no longer needed."""
+    """Scheduler to vision worker: do not send these pixels, which are no longer needed."""
 
     pixels: Int64
 
 
 @message(75)
 class Pixels:
-    """Vision worker to all runners: one part of an item's decoded pixels. Parts are sent in
-    order."""
+    """Vision worker to all runners: one part of the decoded pixels of an item (an image or video).
+    Parts are sent in order."""
 
     pixels: int
     shape: tuple[int, ...]
@@ -174,7 +180,7 @@ class NoPixels:
 
 @message(77)
 class ItemsReady:
-    """Runner to scheduler: the rank now holds these pixels."""
+    """Runner to scheduler: this rank has received all of these pixels."""
 
     rank: int
     pixels: Int64
@@ -192,7 +198,7 @@ class ItemsFailed:
 
 @message(79)
 class DropPixels:
-    """Scheduler to all runners, by way of the block manager: drop these pixels, which may not have
+    """Scheduler to all runners, through the block manager: drop these pixels, which may not have
     arrived yet. No later step uses them, and temporal patches that are only partly encoded are
     encoded again."""
 

@@ -62,7 +62,8 @@ class ModelFiles:
     videos: VideoConfig | None = None
     """Parameters for sampling and resizing video frames; None for a text-only model."""
     is_length_auto: bool = False
-    """True if `max_model_len` is "auto": it is lowered to the capacity of the KV cache."""
+    """True if the option `max_model_len` is "auto", which limits the length to the capacity of the
+    KV cache."""
     chat_template: str | None = None
     """Source of the chat template that replaces the model's own; None if the option is not set."""
     pooling: PoolingConfig | None = None
@@ -70,8 +71,8 @@ class ModelFiles:
     generates: bool = True
     """True if the model generates text."""
     has_slot_state: bool = False
-    """True if some layers keep per-sequence state outside the KV blocks. Such a model cannot reuse
-    cached prefixes."""
+    """True if some layers keep per-sequence state (such as recurrent state) outside the KV blocks.
+    Such a model cannot reuse cached prefixes."""
     fingerprints: Mapping[Path, Fingerprint] = dataclasses.field(default_factory=dict)
     """Fingerprints of all files that the engine's processes read, taken when the engine was
     created."""
@@ -83,8 +84,8 @@ class ModelFiles:
         return () if vision is None else (vision.image_token_id, vision.video_token_id)
 
     def fit_to_cache(self, tokens: int) -> ModelFiles:
-        """Return the same files for a KV cache of `tokens` tokens. If `max_model_len` is "auto", it
-        is lowered to that number."""
+        """Return the same files for a KV cache of `tokens` tokens. If the option `max_model_len` is
+        "auto", the length is lowered to `tokens`."""
         if not self.is_length_auto or tokens >= self.max_model_len:
             return self
         return dataclasses.replace(self, max_model_len=tokens)
@@ -141,8 +142,8 @@ def read_model_files(config: EngineConfig) -> ModelFiles:
 
 
 def _pooling(config: EngineConfig, directory: Path, tokenizer: Path | None) -> PoolingConfig | None:
-    """Return the model's pooling configuration, for rerankers with the ids of the tokens from which
-    scores are computed; None without pooling."""
+    """Return the model's pooling configuration; None if the model does not pool. For a reranker,
+    the configuration includes the ids of the two tokens from which scores are computed."""
     found = read_pooling(directory, config.pooling)
     if found is None or not found.returns_scores:
         return found
@@ -168,8 +169,8 @@ def _judgement_ids(directory: Path, tokenizer: Path | None) -> tuple[int, ...]:
 
 
 def _generation(config: EngineConfig, directory: Path) -> GenerationConfig:
-    """Return the generation defaults from the model's directory or from the one in the options,
-    with the options' overrides applied."""
+    """Return the generation defaults from the source that the option `generation_config` selects,
+    with the option `override_generation_config` applied."""
     source = Path(config.generation_config)
     overrides = dict(config.override_generation_config or {})
     if config.generation_config in ("auto", "vllm"):
@@ -245,8 +246,8 @@ def _check_eos(ids: tuple[int, ...], vocabulary: int, directory: Path) -> None:
 def _with_tokenizer_eos(
     eos: tuple[int, ...], tokenizer: Path | None, vocabulary: int
 ) -> tuple[int, ...]:
-    """Return the end-of-sequence ids, including the tokenizer's own, as vLLM does. Some tools for
-    fine-tuning chat models write the id only to the tokenizer's files."""
+    """Return `eos` with the tokenizer's end-of-sequence id appended if it is missing, as in vLLM.
+    Some tools for fine-tuning chat models write this id only to the tokenizer's files."""
     found = None if tokenizer is None else end_token(tokenizer)
     if found is None or found.id in eos or found.id >= vocabulary:
         return eos
@@ -298,8 +299,9 @@ def resolve_model(
     """Return the directory of a model.
 
     `name` is a directory, the name of a demo model, or a name on the Hugging Face hub, from which
-    the model is downloaded unless it is in the cache. Without `weights`, only the other files are
-    needed. Raises `ModelError` if there is no model; the message describes what was found instead.
+    the model is downloaded unless it is in the cache. If `weights` is False, weight files are
+    neither downloaded nor required. Raises `ModelError` if there is no model; the message describes
+    what was found instead.
     """
     path = Path(name).expanduser()
     if path.is_dir():

@@ -1,9 +1,9 @@
 """Detection of changes to the model's files. A restarted process must read the same contents as the
-processes that still run.
+processes that are still running.
 
 A file whose size, modification time and inode are unchanged counts as unchanged and is not read.
-For all other files, digests decide. The engine computes the digest of every file once, on a thread
-that it starts at startup, and compares digests if a file was touched, overwritten or moved.
+Any other file must have the same digest as at startup. The engine computes the digest of every file
+once, on a background thread.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ _PATTERNS_BY_NODE: Mapping[str, tuple[str, ...]] = {
     "vision": (),
     "control": (),
 }
-"""Name patterns of the files that each kind of node reads. All other files are read by the user's
-process."""
+"""Name patterns of the files that each kind of node (a process of the engine) reads. All other
+files are read by the user's process."""
 _CHUNK = 1 << 20
 _LOWEST_PRIORITY = 19
 _JOIN_TIMEOUT = 0.2
-"""Seconds for which `close` waits for the hashing thread."""
+"""Maximum time, in seconds, for which `close` waits for the hashing thread."""
 
 
 class FileFingerprints:
-    """The state of the model's files at startup, and the check that restarted nodes will read the
-    same contents."""
+    """The state of the model's files at startup, used to check that restarted nodes (processes of
+    the engine) will read the same contents."""
 
     def __init__(self, files: ModelFiles) -> None:
         """Use the fingerprints in `files`. No file is opened yet."""
@@ -60,8 +60,8 @@ class FileFingerprints:
         self._digests: dict[Path, bytes] = {}
         """Digest of each file's contents, by the path at startup."""
         self._directories: dict[Path, int] = {}
-        """File descriptor of each directory, by the path at startup. It finds the directory after a
-        rename."""
+        """File descriptor of each directory, by the path at startup. A descriptor still refers to
+        its directory after a rename."""
         self._stopping = False
         self._thread: threading.Thread | None = None
 
@@ -144,8 +144,8 @@ class FileFingerprints:
         return path
 
     def _describe_change(self, path: Path, current: Path) -> str | None:
-        """Return "replaced" or "changed" if the file's metadata differs from its fingerprint, else
-        None.
+        """Return how a file's metadata differs from its fingerprint: "replaced" if the inode
+        differs, "changed" if only the size or the time does, None if nothing does.
 
         Raises `ModelError` if the file is gone.
         """
@@ -162,8 +162,8 @@ class FileFingerprints:
         return "replaced" if now[2] != known[2] else "changed"
 
     def _compare_digests(self, current_paths: Mapping[Path, Path]) -> None:
-        """Compare the files' digests with those at startup. Runs on a thread. Raises `ModelError`
-        if a file's contents have changed."""
+        """Compare the files' digests with those at startup. Reads all of the files, so it should
+        run on a thread. Raises `ModelError` if a file's contents have changed."""
         for path, current in current_paths.items():
             change, digest = self._describe_change(path, current), self._digests.get(path)
             same_size = current.stat().st_size == self._files.fingerprints[path][0]
@@ -192,13 +192,14 @@ class FileFingerprints:
 
 
 def _patterns_read_by(node: str) -> Collection[str]:
-    """Return the name patterns of the files that a node reads; all patterns for an unknown node."""
+    """Return the name patterns of the files that a node, such as "runner.0", reads; all patterns
+    for an unknown kind of node."""
     return _PATTERNS_BY_NODE.get(node.partition(".")[0], MODEL_FILE_PATTERNS)
 
 
 async def _on_thread(work: Callable[[], T]) -> T:
-    """Run `work` on a new thread and return its result. The loop's thread pool is not used, as
-    other work may occupy it."""
+    """Run `work` on a new thread and return its result. The event loop's thread pool is not used,
+    because other work may occupy it."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 

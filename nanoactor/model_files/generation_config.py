@@ -1,5 +1,5 @@
-"""A model's `generation_config.json`: the recommendations of the model's authors, and the check
-which of them can be applied."""
+"""A model's `generation_config.json`: the sampling defaults that the model's authors recommend, and
+detection of the settings that the engine cannot apply."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "typical_p": (1.0,),
     "watermarking_config": (),
 }
-"""Settings of transformers that are not applied, each with the values other than null for which it
-has no effect."""
+"""Settings of transformers that the engine does not apply, and the values, other than null, with
+which each setting has no effect."""
 IGNORED = frozenset(
     (
         "_from_model_config",
@@ -91,15 +91,16 @@ IGNORED = frozenset(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GenerationConfig:
-    """The settings of a `generation_config.json` that the engine applies, and the names of the
-    others."""
+    """The settings of a `generation_config.json` that the engine applies, and the names of those
+    that it does not support."""
 
     sampling: Mapping[str, float]
-    """Default of each sampling parameter in `columns.DEFAULTS`, by name."""
+    """Default of each sampling parameter, by name. The names are those in
+    `nanoactor.models.sampling.columns.DEFAULTS`."""
     eos_token_ids: tuple[int, ...] = ()
     max_new_tokens: int | None = None
-    """Maximum number of tokens to generate if a request specifies none; None if the file has
-    none."""
+    """Maximum number of output tokens for requests that do not set one; None if the file does not
+    set it either."""
     not_applied: tuple[str, ...] = ()
     """Names of settings that would change the output but are not supported."""
 
@@ -141,8 +142,8 @@ def read_generation_config(directory: Path) -> GenerationConfig:
 
 
 def parse_generation_config(raw: Mapping[str, Any], origin: object = FILE) -> GenerationConfig:
-    """Return the configuration in `raw`, the parsed JSON object. `origin` names the file in error
-    messages. Raises `ModelError` for invalid values."""
+    """Return the configuration in `raw`, the parsed JSON object. `origin` names the source of the
+    settings in error messages. Raises `ModelError` for invalid values."""
     applied = {*DEFAULTS, "do_sample", "eos_token_id", "max_new_tokens"}
     return GenerationConfig(
         sampling=_sampling(raw, origin),

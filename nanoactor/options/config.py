@@ -21,8 +21,8 @@ from nanoactor.requests.params import make_numbers_plain
 
 _MIN_STALL_TIMEOUT = 1.0
 _MAX_SHORT_STEPS = 4
-"""Maximum number of steps in flight while a step takes less time on the device than on the host
-(about half a millisecond)."""
+"""Maximum number of steps in flight (planned but not finished) while a step takes less time on the
+device than on the host (about half a millisecond)."""
 _MAX_MAX_LOGPROBS = 1000
 """Maximum value of `max_logprobs`. The scores of all tokens of a step must fit into one message."""
 Placement = Literal["default", "split", "single"]
@@ -407,8 +407,9 @@ class EngineConfig:
         return self.max_restarts if self.debug_record_dir is None else 0
 
     def steps_in_flight(self, *, deep: bool) -> int:
-        """Return the maximum number of steps in flight. `deep` is True if the device works with
-        more than `pipeline_depth` steps in flight while they are short."""
+        """Return the maximum number of steps in flight (planned but not finished). `deep` is True
+        if the device supports more than `pipeline_depth` steps in flight as long as steps are
+        short."""
         if self.max_pipeline_depth is not None:
             return self.max_pipeline_depth
         is_deeper = deep and self.pipeline_depth > 1

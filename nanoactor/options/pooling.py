@@ -73,12 +73,13 @@ def is_pooling_checkpoint(directory: Path) -> bool:
 
 
 def read_pooling(directory: Path, kind: str = "auto") -> PoolingConfig | None:
-    """Read the pooling configuration of a checkpoint. `kind` is the option `pooling`, which can
-    override the pooling method.
+    """Read the pooling configuration of a checkpoint. `kind` is the option `pooling`: "auto",
+    "none", or a method that overrides the checkpoint's own.
 
-    If the checkpoint has no configuration, return None, or, if `kind` is a method, a configuration
-    with normalized vectors and without prompts. The token ids for "yes_no" are not set. Raises
-    `ModelError` for malformed files, and `UnsupportedModel` for unknown modules or methods.
+    Return None for "none", and for "auto" if the checkpoint has no configuration. If `kind` is a
+    method and there is no configuration, vectors are normalized and there are no prompts. The token
+    ids for "yes_no" are not set. Raises `ModelError` for malformed files, and `UnsupportedModel`
+    for unknown modules or methods.
     """
     if kind == "none":
         return None

@@ -1,4 +1,4 @@
-"""Check of `otlp_traces_endpoint`."""
+"""Check of the option `otlp_traces_endpoint`, the URL of an OpenTelemetry collector."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ _GRPC_PORT = 4317
 
 
 def check_traces_endpoint(given: object) -> None:
-    """Raise `InvalidConfig` unless the option is None or the full URL of a collector."""
+    """Raise `InvalidConfig` unless the option is None or the full HTTP URL of a collector, with a
+    path and without credentials."""
     if given is not None and (problem := _problem(given)):
         raise InvalidConfig(
             "otlp_traces_endpoint must be the full URL at which a collector takes traces over "
@@ -19,7 +20,7 @@ def check_traces_endpoint(given: object) -> None:
 
 
 def _problem(given: object) -> str:
-    """Return what is wrong with a URL; empty if nothing is."""
+    """Return what is wrong with the URL of a collector; empty if nothing is."""
     if not isinstance(given, str):
         return f"got {given!r:.100}"
     try:

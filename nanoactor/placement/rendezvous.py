@@ -1,4 +1,4 @@
-"""The socket on which the ranks of a tensor-parallel group find each other."""
+"""The socket through which the ranks of a tensor-parallel group find each other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import socket
 class Rendezvous:
     """A listening socket on the loopback interface, on a port chosen by the kernel.
 
-    Rank 0 inherits it, as does a process that replaces rank 0. Other hosts cannot reach it.
+    The process of rank 0 inherits the socket, as does any process that replaces it. Other hosts
+    cannot reach the socket.
     """
 
     def __init__(self, ranks: int) -> None:

@@ -12,7 +12,7 @@ to reach the runner, or for its first token to reach the user."""
 
 
 def system_options(config: EngineConfig, processes: int) -> Options:
-    """Return the options of a system with `processes` processes."""
+    """Return the runtime's options for an engine that has `processes` processes."""
     return Options(
         transport=config.transport,
         debug=config.debug,

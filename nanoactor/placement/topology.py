@@ -1,4 +1,5 @@
-"""Topology of an engine: its actors, their placement in processes, and the edges between them."""
+"""Topology of an engine: its actors, their placement in processes, and the edges (message channels)
+between them."""
 
 from __future__ import annotations
 
@@ -57,9 +58,10 @@ LIGHT_ENVIRONMENT = {"TOKENIZERS_PARALLELISM": "false", "OPENBLAS_NUM_THREADS": 
 
 
 def engine_topology(config: ActorConfig, rendezvous: Rendezvous | None = None) -> Topology:
-    """Return the topology of an engine. docs/architecture.md has a diagram.
+    """Return the topology of an engine: its actors, processes and edges (message channels).
+    docs/architecture.md has a diagram.
 
-    `rendezvous` is the socket on which the runners find each other; None for a single runner.
+    `rendezvous` is the socket through which the runners find each other; None for a single runner.
     """
     engine, files = config.engine, config.files
     tokenizers = [f"tokenizer.{index}" for index in range(engine.num_tokenizers)]
@@ -218,7 +220,8 @@ def _ascend_environment(config: EngineConfig) -> dict[str, str]:
 def _edges(
     config: EngineConfig, files: ModelFiles, tokenizers: list[str], vision: list[str]
 ) -> tuple[EdgeSpec, ...]:
-    """Return all edges. Each ring holds at least two records of the largest possible size.
+    """Return all edges (message channels). The ring buffer of each edge holds at least two messages
+    of the largest possible size.
 
     Rings are sized for the worst case, because memory that is never touched costs nothing.
     """
@@ -288,8 +291,8 @@ def _edges(
 
 
 def _index_edge(config: EngineConfig) -> list[EdgeSpec]:
-    """Return the edge for updates of the prefix index, which are merged while the edge is full.
-    Without a `prefix_salt`, return no edge."""
+    """Return the edge (message channel) for updates on which prefixes are cached. Updates are
+    merged while the edge is full. Return an empty list if `prefix_salt` is None."""
     if config.prefix_salt is None:
         return []
     return [EdgeSpec("blocks", ("frontend",), ring_capacity(256 * 1024), bound=1)]
@@ -298,8 +301,8 @@ def _index_edge(config: EngineConfig) -> list[EdgeSpec]:
 def _grammar_edges(
     config: EngineConfig, files: ModelFiles, runners: tuple[str, ...], small: int
 ) -> list[EdgeSpec]:
-    """Return the edges of the grammar actor. Messages with a bound are merged while their edge is
-    full."""
+    """Return the edges (message channels) of the grammar actor; empty if requests cannot use
+    grammars. On edges with a bound, messages are merged while the edge is full."""
     if not has_grammars(files):
         return []
     open_bytes = ring_capacity(MAX_GRAMMAR_BYTES + 4 * files.max_model_len + 64 * 1024)
@@ -317,8 +320,8 @@ def _grammar_edges(
 def _vision_edges(
     tokenizers: list[str], vision: list[str], runners: tuple[str, ...], small: int
 ) -> list[EdgeSpec]:
-    """Return the edges of the vision workers. Messages with a bound are merged while their edge is
-    full."""
+    """Return the edges (message channels) of the vision workers. On edges with a bound, messages
+    are merged while the edge is full."""
     edges = []
     for worker in vision:
         edges += [

@@ -1,5 +1,5 @@
-"""Validation of requests for embeddings and scores, and construction of their prompts; pure
-logic."""
+"""Validation of requests for embeddings and scores, and construction of their prompts. Performs no
+I/O."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def truncation_length(params: PoolingParams, limit: int) -> int:
 
 
 def prepend_prompt(text: Any, params: PoolingParams, pooling: PoolingConfig) -> Any:
-    """Return a text with the prompt from the request or the model prepended. A prompt of token ids
-    is returned unchanged.
+    """Return a text with the prompt from the request or the model prepended. Token ids are returned
+    unchanged.
 
-    Raises `InvalidRequest` for other types, for an unknown prompt name, and if a prompt is
-    requested for token ids.
+    Raises `InvalidRequest` for other types of `text`, for an unknown prompt name, and if a prompt
+    is requested for token ids.
     """
     name = params.prompt_name
     if name is not None and name not in pooling.prompts:

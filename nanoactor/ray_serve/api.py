@@ -1,7 +1,8 @@
-"""All names used from Ray's API, in one place, because the API of request routers may change with
-any release.
+"""All public names that this package imports from Ray, in one place, because the API of request
+routers may change with any release.
 
-`tests/ray_serve/test_api.py` imports them. The version bounds of the extra are the tested releases.
+`tests/ray_serve/test_api.py` checks these imports. The version bounds of the extra `nanoactor[ray]`
+are the tested releases.
 """
 
 from __future__ import annotations

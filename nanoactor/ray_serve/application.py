@@ -2,8 +2,8 @@
 
     serve run nanoactor.ray_serve.application:app model=demo replicas=2
 
-Ray Serve reads the annotations of this module, which must not be strings. Therefore, it has no
-`from __future__ import annotations`.
+Ray Serve reads the annotations of this module, which must not be strings. Therefore, the module has
+no `from __future__ import annotations`.
 """
 
 import dataclasses
@@ -37,8 +37,8 @@ _SINGLE_LOOP_VARIABLES = {
 }
 _QUIET_LOGGING = {"enable_access_log": False, "log_level": "WARNING"}
 _UNLIMITED_CALLS = 1_000_000
-"""Maximum number of concurrent calls, too high ever to be reached. The calls for links are
-long-lived, and the engine's own queue limits requests."""
+"""Maximum number of concurrent calls to a replica, too high ever to be reached. Each connection of
+an ingress is a long-lived call, and the engine's own queue limits requests."""
 _ROUTER_PATH = "nanoactor.ray_serve.router:ReplicaNameRouter"
 _POLICY_PATH = "nanoactor.ray_serve.scaling:by_demand"
 
@@ -64,8 +64,8 @@ class Arguments(BaseModel):
 
 
 def app(arguments: Arguments) -> Any:
-    """Create the application. Raises `InvalidConfig`, or a pydantic error, for an invalid
-    option."""
+    """Create the Ray Serve application from arguments that Ray Serve has validated. Raises
+    `InvalidConfig` for an invalid option."""
     engine = engine_config(arguments.model, arguments.engine)
     server = _build_options(ServerConfig, arguments.server)
     fleet_options = {**arguments.fleet, "replicas": arguments.replicas}
@@ -90,8 +90,8 @@ def build(
     fleet: FleetConfig,
     environment: dict[str, str] | None = None,
 ) -> Any:
-    """Create the application: the replicas, and the ingresses in front of them. `environment` are
-    variables for the processes of replicas and ingresses."""
+    """Create the Ray Serve application: the replicas, and the ingresses (HTTP servers) in front of
+    them. `environment` contains environment variables for the processes of both."""
     if config.prefix_salt is None:
         config = dataclasses.replace(config, prefix_salt=secrets.token_bytes(_SALT_BYTES))
     variables = {"env_vars": {**_SINGLE_LOOP_VARIABLES, **(environment or {})}}
@@ -158,8 +158,8 @@ def resources(config: EngineConfig, fleet: FleetConfig) -> dict[str, Any]:
 
 
 def accelerator(device: str) -> str:
-    """Return the name of the Ray resource for a device, or an empty string for the CPU. For "auto",
-    return an accelerator that the cluster has, if any."""
+    """Return the name of the Ray resource for a device: "GPU", "NPU", or an empty string for the
+    CPU. For "auto", return the accelerator that the cluster has, if any."""
     if device != "auto":
         return {"cuda": "GPU", "npu": "NPU"}.get(device.partition(":")[0], "")
     available = ray.cluster_resources() if ray.is_initialized() else {}

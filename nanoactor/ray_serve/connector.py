@@ -1,4 +1,4 @@
-"""An ingress's access to its replicas, through calls on a Ray Serve handle."""
+"""Access of an ingress (an HTTP server) to the replicas, through calls on a Ray Serve handle."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ class RayConnector:
         MEMBERS.watch(changed)
 
     async def open(self, replica: str, link: str) -> AsyncGenerator[bytes, None]:
-        """Open a link to a replica, and yield its encoded reports."""
+        """Open a link (a connection) to a replica, and yield its encoded reports. Raises
+        `ReplicaGone` if the replica no longer serves."""
         _check_not_empty(replica)
         reports = self._link_calls.remote(replica, link)
         try:
@@ -41,18 +42,19 @@ class RayConnector:
             reports.cancel()
 
     async def push(self, replica: str, orders: bytes) -> bool:
-        """Send encoded orders to a replica. Return False if the replica does not know the link."""
+        """Send encoded orders to a replica. Return False if the replica does not know the link.
+        Raises `ReplicaGone` if the replica no longer serves."""
         _check_not_empty(replica)
         is_known: bool = await self._push_calls.remote(replica, orders)
         return is_known
 
 
 def _transport(engines: Any) -> dict[str, Any]:
-    """Return handle options with which Ray Serve calls replicas directly.
+    """Return handle options that make Ray Serve call replicas directly, without Ray actor calls.
+    Return no options if this release of Ray Serve does not support them; they are not public yet.
 
-    A report then costs the ingress and the replica 0.9 ms of CPU time, instead of 1.7 ms with Ray
-    actor calls, and a call ends as soon as its caller does. The option is not public yet. Without
-    it, in other releases, calls cost more.
+    With direct calls, a report costs the ingress and the replica 0.9 ms of CPU time instead of 1.7
+    ms, and a call ends as soon as its caller does.
     """
     if "_by_reference" in inspect.signature(engines.options).parameters:
         return {"_by_reference": False}

@@ -1,4 +1,4 @@
-"""The two Ray Serve deployments: the engines and the ingresses."""
+"""The two Ray Serve deployments: the engines, and the ingresses (HTTP servers) in front of them."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ bind_to_loopback()  # runs when Ray imports this module, before Ray Serve opens 
 log = logging.getLogger("nanoactor.ray")
 
 LOG_VARIABLE = "NANOACTOR_RAY_LOG"
-"""Environment variable with the path of a file to which the deployments also write their log, if it
-exists on their machine."""
+"""Environment variable that contains a path. If that file exists on their machine, the deployments
+also write their log to it."""
 
 
 class Engine:
-    """A replica: one engine, and the hub that serves it to ingresses."""
+    """A replica: one engine, and the `Hub` that serves it to the ingresses (HTTP servers)."""
 
     async def __init__(self, config: EngineConfig, fleet: FleetConfig) -> None:  # type: ignore[misc]
         _configure_logging(logging.WARNING)
@@ -58,15 +58,15 @@ class Engine:
         self._fleet = fleet
 
     async def link(self, replica: str, link: str) -> AsyncGenerator[bytes, None]:
-        """Serve a link to an ingress, and yield encoded reports. `replica` is evaluated only by the
-        router."""
+        """Serve a link (a connection) to an ingress, and yield encoded reports. `link` is its name.
+        Only the router uses `replica`."""
         async with contextlib.aclosing(self._hub.link(link)) as reports:
             async for report in reports:
                 yield report
 
     async def push(self, replica: str, orders: bytes) -> bool:
-        """Process encoded orders of an ingress. Return False if the link has ended. `replica` is
-        evaluated only by the router."""
+        """Process encoded orders of an ingress. Return False if the link has ended. Only the router
+        uses `replica`."""
         return self._hub.handle_orders(orders)
 
     def check_health(self) -> None:
@@ -102,8 +102,9 @@ def _create_engine(config: EngineConfig) -> AsyncLLM:
 
 @contextlib.contextmanager
 def _without_omp_num_threads() -> Iterator[None]:
-    """Unset `OMP_NUM_THREADS` in this context. Ray sets the variable for its own process, but our
-    runners, which are started here, choose their number of threads themselves."""
+    """Unset `OMP_NUM_THREADS` in this context. Ray sets the variable for the replica's process, but
+    the engine's processes, which start in this context, choose their number of threads
+    themselves."""
     saved = os.environ.pop("OMP_NUM_THREADS", None)
     try:
         yield
@@ -148,7 +149,8 @@ class Ingress:
         return self._server.port
 
     async def __del__(self) -> None:
-        """Drain and stop the server. Ray Serve awaits this method."""
+        """Stop the server after its running requests have finished. Ray Serve awaits this
+        method."""
         if hasattr(self, "_server"):
             await self._server.stop()
 

@@ -91,7 +91,7 @@ def run(
 
 def _deploy(application: object, stop: threading.Event) -> bool:
     """Deploy the application and wait until it is running. Return False if `stop` is set before
-    that."""
+    that. Raises `NanoactorError` if the replicas fail to start."""
     from nanoactor.ray_serve.api import serve
 
     failures: list[BaseException] = []
@@ -126,8 +126,8 @@ def _failure_text(status: object) -> str:
 
 
 def _log_errors(stop: threading.Event) -> None:
-    """Log problems that Ray Serve reports. Streams do not depend on its controller, and continue
-    while it is being replaced."""
+    """Log problems that Ray Serve reports, until `stop` is set. A failure of Ray Serve's controller
+    is only logged, because streams do not depend on the controller."""
     from nanoactor.ray_serve.api import serve
 
     last_problem = ""

@@ -129,9 +129,9 @@ def _start_driver(
 
 
 def _forward_stderr(lines: Iterable[bytes]) -> None:
-    """Copy the driver's stderr to ours. Lines of Ray about other processes, `(raylet)`, cannot be
-    turned off. They are only logged at debug level, because they report every exit of a controller
-    as a failure."""
+    """Copy the driver's stderr to ours. Ray's lines about other processes, marked `(raylet)`,
+    cannot be turned off. They are only logged at debug level, because they report every exit of a
+    controller as a failure."""
     for line in lines:
         if b"(raylet)" in line:
             log.debug("%s", line.decode(errors="replace").rstrip())
@@ -141,8 +141,9 @@ def _forward_stderr(lines: Iterable[bytes]) -> None:
 
 
 def environment(private_directory: Path, fleet: FleetConfig) -> dict[str, str]:
-    """Return environment variables for Ray. They disable usage reports, and have unhealthy replicas
-    stopped by force. A Ray instance of our own requires a token and binds its ports to loopback."""
+    """Return environment variables for Ray. They disable usage reports, and make Ray Serve stop
+    unhealthy replicas by force. If no `ray_address` is set, they also make our own Ray instance
+    require a token, which is stored in `private_directory`, and bind its ports to loopback."""
     variables = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1"}
     if fleet.ray_address is not None:
         return {name: value for name, value in variables.items() if name not in os.environ}

@@ -13,8 +13,8 @@ class ReplicaGone(Exception):
 
 
 class Members:
-    """Thread-safe set of the serving replicas. The router's thread updates it, and callbacks on
-    event loops are notified of changes."""
+    """Thread-safe set of the names of the serving replicas. The router's thread updates it, and
+    registered callbacks run on their event loops after each change."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -45,4 +45,5 @@ class Members:
 
 
 MEMBERS = Members()
-"""Members of the engines' deployment. A process is the ingress of one such deployment only."""
+"""Serving replicas of the engines' deployment. One set suffices, because a process is the ingress
+(HTTP server) of only one deployment."""

@@ -1,4 +1,4 @@
-"""Selection of a port for an ingress that Ray Serve's own proxy does not use.
+"""Selection of a port for our HTTP server (ingress), other than that of Ray Serve's own HTTP proxy.
 
 If both listened on the same port (`SO_REUSEPORT`), the proxy would receive some of the requests.
 Ray's `serve run` always starts that proxy, on port 8000.
@@ -24,8 +24,9 @@ _LOOPBACK_OF_WILDCARD = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - no
 
 
 async def avoid_proxy_port(config: ServerConfig) -> ServerConfig:
-    """Return a copy of the configuration with the first port, from the configured one, that no Ray
-    Serve proxy uses. Raises `InvalidConfig` if proxies use `_MAX_PORTS` consecutive ports."""
+    """Return a copy of the configuration with the first port, starting at the configured one, that
+    no Ray Serve proxy uses. Raises `InvalidConfig` if proxies use `_MAX_PORTS` consecutive
+    ports."""
     for port in range(config.port, min(config.port + _MAX_PORTS, 1 << 16)):
         if port and await _is_proxy_port(config.host, port):
             continue

@@ -1,8 +1,8 @@
-"""Request router for Ray Serve. It sends each call to the replica that the first argument names,
-and publishes the set of replicas.
+"""Request router for Ray Serve. It sends each call to the replica named by the call's first
+argument, and publishes the set of serving replicas in `MEMBERS`.
 
-The ingress itself selects the replica (`nanoactor.fleet.routing`), by cached blocks and load, which
-Ray does not know.
+The caller, an ingress (HTTP server), selects the replica by cached blocks and load, which Ray does
+not know (`nanoactor.fleet.routing`).
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from nanoactor.ray_serve.api import PendingRequest, RequestRouter, RunningReplic
 
 
 class ReplicaNameRouter(RequestRouter):
-    """Router by replica name. Its only state is the set of replicas."""
+    """Request router that sends each call to the replica that its first argument names. Its only
+    state is the set of replicas."""
 
     def update_replicas(self, replicas: list[RunningReplica]) -> None:
-        """Handle a change of the set: replicas have been added, or are about to stop."""
+        """Update the set of serving replicas, because replicas have been added or are about to
+        stop."""
         super().update_replicas(replicas)
         self._publish_members()
 
     def on_replica_actor_died(self, replica_id: Any) -> None:
-        """Handle the death of a replica."""
+        """Remove a dead replica from the set of serving replicas."""
         super().on_replica_actor_died(replica_id)
         self._publish_members()
 
@@ -35,8 +37,9 @@ class ReplicaNameRouter(RequestRouter):
         candidate_replicas: list[RunningReplica],
         pending_request: PendingRequest | None = None,
     ) -> list[list[RunningReplica]]:
-        """Return the replica that the call names. If that replica no longer exists, the call fails
-        immediately."""
+        """Return the replica that the call names in its first argument. If that replica no longer
+        exists, the call fails immediately with `ReplicaGone`. Without a call, return all
+        candidates."""
         if pending_request is None:
             return [candidate_replicas]
         from nanoactor.ray_serve.members import ReplicaGone

@@ -22,5 +22,6 @@ def by_demand(context: Any) -> tuple[int, dict[str, Any]]:
 
 
 def wanted_replicas(demand: float) -> int:
-    """Return the number of replicas for a total demand, at least 1."""
+    """Return how many replicas to run, at least 1, to meet a total demand (in fully used replicas)
+    at the target utilization."""
     return max(1, math.ceil(demand / _TARGET_UTILIZATION))

@@ -17,8 +17,8 @@ from nanoactor.runner.timing.threads import CORES_VARIABLE
 @contextlib.contextmanager
 def restricted_to_half_of_cores() -> Iterator[None]:
     """Restrict this process, and the processes it starts, to half of the allowed cores in this
-    context. Afterwards, all cores are allowed again. Runners choose their number of threads for all
-    cores nevertheless."""
+    context. Afterwards, all cores are allowed again. The engine still chooses its number of threads
+    for all cores. With a single core, nothing changes."""
     cores = os.sched_getaffinity(0)
     if len(cores) < 2:
         yield

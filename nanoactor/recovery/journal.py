@@ -83,8 +83,8 @@ class Entry:
 
     @property
     def metrics(self) -> RequestMetrics:
-        """Times of the request's events. If the request has several answers, these are the first or
-        the last time of each kind of event."""
+        """Times of the request's events. With several answers: the earliest start, the earliest
+        first token, the latest last token and the latest end."""
         every = [answer.metrics for answer in self.answers]
         if len(every) == 1:
             return every[0]
@@ -99,8 +99,9 @@ class Entry:
 
     @property
     def waiting_uids(self) -> list[int]:
-        """Uids that count as waiting requests. Of a held request only the first uid counts, as its
-        sequences start together and are answered together."""
+        """Uids that count as waiting requests. If the sequences pause after each token
+        (`RequestSpec.held`), only the first uid counts, because they all start together and are
+        answered together."""
         return [self.submit.uid] if self.submit.spec.held else list(self.uids)
 
     @property
@@ -276,7 +277,7 @@ def entry_maker(
 
 
 class Answer:
-    """One of a request's answers (one sequence), and its output so far."""
+    """One of the completions (sequences) of a request, with its output so far."""
 
     def __init__(self, index: int, scored: bool, arrival: float) -> None:
         """Create an answer without output. `scored` is True if its tokens come with

@@ -1,5 +1,5 @@
-"""Readmission of requests after the death of a process. Requests that may have caused the death are
-tried separately."""
+"""Choice of the requests that run again after the death of a process. Requests that may have caused
+the death are tried separately."""
 
 from __future__ import annotations
 
@@ -26,13 +26,14 @@ class Readmission:
         self._max_running = max_running
         self._suspects = Suspects()
         self.trials = 0
-        """Number of trials since the engine started."""
+        """Number of trials (separate runs of requests that may have caused deaths) since the engine
+        started."""
         self._deferred: dict[int, Entry] = {}
         """Requests that wait for the end of a trial, by their first uid."""
 
     @property
     def is_trial(self) -> bool:
-        """True if a trial is running."""
+        """True if requests that may have caused a death are being tried now."""
         return bool(self._suspects.on_trial)
 
     @property
@@ -49,8 +50,8 @@ class Readmission:
     ) -> tuple[Entry, Death, int] | None:
         """Record deaths of processes at time `now` (seconds). `may_run_on(entry, node)` returns
         True if a request may have been running on a node. If it is now known which request caused a
-        death, return that request, that death, and the number of deaths attributed to it; else
-        None."""
+        death, return the request, the death, and the number of deaths attributed to the request;
+        else None."""
         live = [
             entry for entry in entries if not entry.is_over and _uid(entry) not in self._deferred
         ]
@@ -117,5 +118,5 @@ def _uid(entry: Entry) -> int:
 
 
 def _emitted_tokens(entry: Entry) -> int:
-    """Return the number of emitted tokens per answer, rounded down."""
+    """Return the mean number of emitted tokens per answer, rounded down."""
     return sum(len(answer.token_ids) for answer in entry.answers) // len(entry.answers)

@@ -1,14 +1,15 @@
 """Search, by bisection, for requests that crash processes.
 
 A request whose tokens, images or grammar crash a process does so again at the same point when it
-resumes. Evidence against a request is the death of a node that handled the request, unless the node
-was killed by a signal that only other processes send. A request is a *suspect* if it was present at
-two such deaths of one kind of node, with no progress in between.
+resumes. Evidence against a request is the death of a node (an engine process) that handled the
+request, unless the node was killed by a signal that only other processes send. A request is a
+*suspect* if it was present at two such deaths of one kind of node, with no progress in between.
 
-Suspects are readmitted in groups. A death during a group's trial halves the group. Requests that
-were not present at the deaths, including new ones, run alongside a group. A single suspect runs
-alone, because only a death with nothing else running is proof. A group is cleared once all its
-requests have finished or have passed the point of the crash.
+Suspects run again in groups, one group at a time; each such run is a *trial*. A death during a
+group's trial halves the group. Requests that were not present at the deaths, including new ones,
+run alongside a group. A single suspect runs alone, because only a death with nothing else running
+is proof. A group is cleared once all its requests have finished or have passed the point of the
+crash.
 
 Finding one culprit among n requests costs two deaths, plus log2(n) for the halvings.
 """
@@ -54,8 +55,8 @@ class Suspects:
         """Requests that may have caused the death that raised suspicion. They wait until their
         group is tried."""
         self._trial: dict[int, int] = {}
-        """Requests of the group on trial, with the number of tokens that each had emitted before
-        it."""
+        """Requests of the group on trial, with the number of tokens that each had emitted when the
+        trial began."""
         self._began = 0.0
         """Time at which the current requests were admitted."""
         self._is_alone = self._is_first = False
@@ -77,10 +78,10 @@ class Suspects:
     def note_death(
         self, emitted: Mapping[int, int], accused: Collection[int], kind: str, now: float
     ) -> Verdict | None:
-        """Record the death of a node of kind `kind` at time `now`. `emitted` maps each live request
-        to its number of emitted tokens. `accused` are the requests that may have caused the death;
-        it is empty if the death is no evidence. Return a verdict if a request has caused a death
-        while it ran alone, else None."""
+        """Record the death of a node (an engine process) of kind `kind` at time `now`. `emitted`
+        maps each live request to its number of emitted tokens. `accused` contains the requests that
+        may have caused the death; it is empty if the death is no evidence. Return a verdict if a
+        request has caused a death while it ran alone, else None."""
         trial, self._trial, self._is_first = self._trial, {}, True
         seconds = now - self._began
         uncleared = self._not_cleared(trial, emitted, seconds)
@@ -122,8 +123,9 @@ class Suspects:
         return group
 
     def admit(self, emitted: Mapping[int, int], now: float) -> Collection[int] | None:
-        """Start the next trial, if there is one. Return the live requests that may run now; None if
-        all of them may. `emitted` maps each live request to its number of emitted tokens."""
+        """Start the next trial (a run of one group of suspects), if there is one. Return the live
+        requests that may run now; None if all of them may. `emitted` maps each live request to its
+        number of emitted tokens."""
         is_first, self._is_first, self._trial, self._began = self._is_first, False, {}, now
         while self._groups and not self._trial:
             self._trial = {
@@ -156,14 +158,15 @@ class Suspects:
 
 
 def _was_near(tokens: int, seconds: float) -> bool:
-    """Return True if a request may have been at the same point at two deaths, between which it ran
-    for `seconds` and emitted `tokens` tokens."""
+    """Return True if a request that ran for `seconds` and emitted `tokens` tokens between two
+    deaths may have been at the same point both times."""
     return tokens < MAX_READER_LAG and (seconds < _DELIVERY_SECONDS or tokens < 2)
 
 
 def _is_near(tokens: int, seconds: float) -> bool:
-    """Return True if a request on trial is not cleared yet, after `seconds` and `tokens` emitted
-    tokens. Clearing takes more progress than `_was_near` allows."""
+    """Return True if a request on trial may not have passed the point of the crash yet. In the
+    trial, it has run for `seconds` and emitted `tokens` tokens. Clearing takes more progress than
+    `_was_near` allows."""
     return tokens < CLEARING_TOKENS and (seconds < 2 * _DELIVERY_SECONDS or tokens < 4)
 
 

@@ -40,8 +40,8 @@ class GrammarSpec:
     """Reasoning before the constrained text: "none", "open" if the prompt ends with the tag that
     starts it, or "optional" if the model may start it."""
     free: bool = False
-    """True if the grammar applies only from the tag that ends reasoning, or starts a call. The text
-    before that tag is unconstrained."""
+    """True if the grammar applies only from the tag that ends reasoning or starts a tool call. The
+    text before that tag is unconstrained."""
     whitespace: bool = True
     """True if JSON may have spaces and line breaks between its tokens. False requires compact
     JSON."""

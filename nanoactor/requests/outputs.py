@@ -30,7 +30,8 @@ class Logprob:
     decoded_token: str | None = None
     """Text of the token; None if the engine has no tokenizer."""
     bytes: bytes | None = None
-    """Bytes of the token. `decoded_token` has a replacement character for each incomplete one."""
+    """Bytes of the token; None if the engine has no tokenizer. Where they are not complete UTF-8
+    characters, `decoded_token` has replacement characters."""
 
     @classmethod
     def of(cls, logprob: float, rank: int, piece: builtins.bytes | None) -> Logprob:

@@ -49,8 +49,8 @@ class DefaultTokens(int):
 
 
 class TokenCap(int):
-    """A value of `max_tokens` that is lowered to the room left in the context. A plain integer that
-    is too large is rejected."""
+    """An upper bound for `max_tokens`, which is lowered if less room is left in the context. A
+    plain integer that is too large is rejected instead."""
 
 
 _DEFAULT_MAX_TOKENS = DefaultTokens(16)
@@ -110,8 +110,8 @@ class SamplingParams:
     """Return the log-probability of each output token and of this many of the most likely tokens at
     its position, before temperature and all other rules are applied."""
     prompt_logprobs: int | None = None
-    """Return the same log-probabilities for each token of the prompt. The whole prompt is then
-    computed, without use of the prefix cache."""
+    """Return the log-probability of each prompt token and of this many of the most likely tokens at
+    its position. The whole prompt is then computed, without use of the prefix cache."""
     max_tokens: int | None = _DEFAULT_MAX_TOKENS
     """Maximum number of output tokens. Default on the command line: the value that the model
     recommends, or as many as fit `max_model_len`."""
@@ -119,8 +119,8 @@ class SamplingParams:
     """Keep only this many tokens at the end of the prompt; -1 keeps as many as leave room for the
     output."""
     min_tokens: int = 0
-    """Minimum number of output tokens. Before that, no end-of-sequence token, stop token or stop
-    string ends the output."""
+    """Minimum number of output tokens. Until it is reached, no end-of-sequence token, stop token or
+    stop string ends the output."""
     stop: str | Sequence[str] | None = None
     """End the output where one of these strings appears in its text."""
     stop_token_ids: Sequence[int] | None = None
@@ -132,7 +132,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     """Leave special tokens out of the text."""
     detokenize: bool = True
-    """Decode the output to text. Otherwise, only token ids are returned."""
+    """Decode the output to text. If False, only token ids are returned."""
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     structured_outputs: StructuredOutputsParams | Mapping[str, Any] | None = None
     """Required form of the output: {"json": SCHEMA}, {"regex": TEXT}, {"choice": [TEXT, ...]},
@@ -246,8 +246,9 @@ _FLAGS = ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "de
 
 
 def derived_seed(seed: int, index: int) -> int:
-    """Return the seed of a request's sequence by its index. Index 0 uses the request's own seed,
-    others a 64-bit BLAKE2b hash (RFC 7693) of that seed and the index."""
+    """Return the seed of the sequence at `index` among the sequences of a request. Index 0 uses the
+    request's own seed. Other indices use a 64-bit BLAKE2b hash (RFC 7693) of that seed and the
+    index."""
     if not index:
         return seed
     text = f"{seed} {index}".encode()

@@ -60,8 +60,8 @@ class ScoringRequestOutput:
 
 
 def postprocess_vector(vector: Float32, *, dimensions: int | None, normalize: bool) -> Float32:
-    """Truncate a vector to its first `dimensions` elements, and, with `normalize`, scale it to
-    length 1.
+    """Truncate a vector to its first `dimensions` elements (None keeps all), and scale it to length
+    1 if `normalize` is True.
 
     A zero vector stays zero. The norm in the division is at least 1e-12, as in
     `torch.nn.functional.normalize`.
@@ -89,8 +89,8 @@ def cosine(first: Float32, second: Float32) -> float:
 def pair_score(
     first: EmbeddingRequestOutput, second: EmbeddingRequestOutput
 ) -> ScoringRequestOutput:
-    """Compute the score of a pair from the embeddings of its two texts: the cosine of the
-    vectors."""
+    """Return the score of a pair of texts, which is the cosine of their embeddings. Both embeddings
+    must have length 1."""
     ids: Sequence[Any] = first.prompt_token_ids + second.prompt_token_ids
     return ScoringRequestOutput(
         request_id=first.request_id,

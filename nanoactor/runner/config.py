@@ -23,7 +23,8 @@ class RankConfig:
     shared: ActorConfig
     rank: int = 0
     rendezvous_port: int = 0
-    """Port on the loopback interface at which the ranks connect to each other."""
+    """Port on the loopback interface through which the ranks find each other; 0 if there is only
+    one rank."""
     rendezvous_socket: int | None = None
     """File descriptor of the socket that listens on this port; None except on rank 0."""
 

@@ -1,10 +1,10 @@
 """Execution of steps on a device. The batch stays on the device. If the device captures graphs, a
 decode step replays a single graph.
 
-A step is laid out on the node's event loop, with NumPy only, and launched on the device thread. A
-launch consists of a copy of the changes to the device, a graph or single operators, a copy of the
-token ids to pinned memory, and an event. If the device is asynchronous, another thread waits for
-the event.
+A step is laid out on the event loop of the runner's process, with NumPy only, and launched on the
+device thread. A launch consists of a copy of the changes to the device, a graph or single
+operators, a copy of the token ids to pinned memory, and an event. If the device is asynchronous,
+another thread waits for the event.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ class DeviceExecutor:
             self._rehearsal_batch = RehearsalBatch(self._traits, self.block_size)
             self._free_buffers: deque[StepBuffers] = deque()
             self._last_collected: StepBuffers | None = None
-            """Buffers of the latest collected step. The clock measures from the end of that step,
-            so they are reused only after the next step was collected."""
+            """Buffers of the latest collected step; None before the first one. The clock measures
+            from the end of that step, so they are reused only after the next step is collected."""
             self._clock = DeviceClock.started(device)
             # With several ranks, the times measured on one would include waiting for the others.
             can_measure = is_single_rank and not engine.threads and not device.traits.asynchronous
@@ -163,7 +163,7 @@ class DeviceExecutor:
         self._graphs = GraphRunner(config, model, self._forward, mixed, self.max_depth)
         self._staging = Staging(device, self.max_depth + 2)
         self._rehearsal_staging: Staging | None = None
-        """Staging buffers for rehearsals; None before the first one."""
+        """Staging buffers for the dummy steps of `rehearse`; None before its first call."""
 
     def _empty_batch(self) -> HostBatch:
         max_blocks = -(-self._max_model_len // self.block_size)
@@ -273,18 +273,20 @@ class DeviceExecutor:
     def prepare(
         self, step: Step, pixels: PixelsByNumber = NO_PIXELS, masks: Int32 = NO_MASKS
     ) -> Update:
-        """Lay out a step, with NumPy only. `pixels` are the pixels that it encodes, by number, and
-        `masks` the token masks of its constrained rows."""
+        """Lay out a step, with NumPy only. `pixels` maps the number of each image or video that the
+        step encodes to its pixels. `masks`, int32 (rows, words), are bit masks of the token ids
+        that constrained rows may sample."""
         dropped, self._dropped = self._dropped, []
         return with_vision(self._batch.update(step, masks), step, pixels, dropped)
 
     def drop_pixels(self, numbers: list[int]) -> None:
-        """Drop the partial encodings of these pixels in the next step; earlier steps may still add
-        to them."""
+        """Schedule the partial encodings of the images and videos with these numbers to be dropped
+        by the next step. Steps that are already laid out may still continue them."""
         self._dropped += numbers
 
     def rehearse(self) -> Iterator[object]:
-        """Lay out and pack a dummy prompt, without sending anything to the device."""
+        """Lay out and pack a dummy prompt to warm up the CPU caches, without sending anything to
+        the device. Yields after each of the two parts."""
         update = self._rehearsal_batch.update()
         yield update
         self._rehearsal_staging = self._rehearsal_staging or Staging(self._device, in_flight=1)
@@ -333,8 +335,8 @@ class DeviceExecutor:
         return _LaunchedStep(self, buffers)
 
     def _mark(self, event: TimedEvent) -> None:
-        """Record an event within a step, but only on a synchronous device. On others, a single
-        graph may contain both parts of the step."""
+        """Record an event within a step, but only on a synchronous device. On other devices, a
+        single graph may contain the work before and after the event."""
         if not self.asynchronous:
             event.record()
 
@@ -350,7 +352,7 @@ class DeviceExecutor:
 
 
 def _staged(update: Update, *, captured: bool) -> Inputs[Array]:
-    """Return the inputs to stage. The prompts of a captured step are left out, since they are
-    copied separately."""
+    """Return the inputs to copy through the staging buffers. The prompts of a captured step are
+    left out, because `GraphRunner.fill` copies them to fixed memory."""
     inputs = update.inputs
     return dataclasses.replace(inputs, prefill=None, visual=None) if captured else inputs

@@ -11,8 +11,8 @@ from nanoactor.runner.protocol import Executor
 
 
 def open_executor(config: RankConfig) -> Executor:
-    """Create the executor for the configured device, which loads the model. Raises the
-    errors of loading."""
+    """Create the executor for the configured device and load the model. Raises `ModelError` if the
+    device is unknown or the model cannot be loaded."""
     if config.engine.device.startswith(SIMULATED):
         from nanoactor.runner.simulated import SimulatedExecutor
 

@@ -17,7 +17,7 @@ class StepResult:
     """The results of a step, and its times on the device, in ns of the host's monotonic clock."""
 
     counts: Int32
-    """Number of tokens that each row yields, as in `StepDone.counts`."""
+    """Number of tokens that each row yields, 0 or 1; empty if each row yields one."""
     token_ids: Int32
     begin: int
     forwarded: int
@@ -34,7 +34,7 @@ class StepResult:
 
 
 class PreparedStep(Protocol):
-    """A step that was laid out by `Executor.prepare`."""
+    """A step that `Executor.prepare` has laid out."""
 
     @property
     def rows(self) -> int:
@@ -42,7 +42,7 @@ class PreparedStep(Protocol):
 
 
 class LaunchedStep(Protocol):
-    """A step that was launched by `Executor.launch`."""
+    """A step that `Executor.launch` has queued or computed."""
 
     def wait(self) -> StepResult:
         """Wait until the step is done, and return its results. Called once per step, in step order,
@@ -91,15 +91,17 @@ class Executor(Protocol):
         not be captured."""
 
     def prepare(self, step: Step, pixels: PixelsByNumber, masks: Int32) -> PreparedStep:
-        """Lay out a step. Called on the node's event loop, in step order, while the device may be
-        busy.
+        """Lay out a step. Called on the event loop of the runner's process, in step order, while
+        the device may be busy.
 
-        `pixels` are the pixels of the items that the step encodes, by number. `masks`, int32 (rows,
-        words), are bit masks of the token ids that the step's constrained rows may sample.
+        `pixels` maps the number of each image or video that the step encodes to its pixels.
+        `masks`, int32 (rows, words), are bit masks of the token ids that the step's constrained
+        rows may sample.
         """
 
     def drop_pixels(self, numbers: list[int]) -> None:
-        """Drop the partial encodings of these pixels, since no later step continues them."""
+        """Drop the partial encodings of the images and videos with these numbers, since no later
+        step continues them."""
 
     def reset(self) -> None:
         """Drop all sequences. Called on the device thread while no step is in flight."""
@@ -108,5 +110,5 @@ class Executor(Protocol):
         """Queue or compute a step that `prepare` has returned. Called in step order."""
 
     def rehearse(self) -> Iterator[object]:
-        """Lay out a dummy step in a separate batch, to warm up the CPU caches; yields between parts
-        (`Actor.rehearse`)."""
+        """Lay out a dummy step in a separate batch, to warm up the CPU caches. Yields after each
+        part, so that the caller can handle messages in between."""

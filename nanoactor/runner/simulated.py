@@ -34,9 +34,9 @@ _HASH_MULTIPLIER = 2654435761
 
 
 def _pick_allowed(mask: Int32, seed: int) -> int:
-    """Return a token id that `mask`, (words,), allows and that otherwise depends only on `seed`;
-    `NOTHING_ALLOWED` if there is none. Only one word of the mask is unpacked; unpacking all takes
-    0.4 ms per row for 150,000 ids."""
+    """Return a token id that the bit mask `mask`, int32 (words,), allows and that otherwise depends
+    only on `seed`; `NOTHING_ALLOWED` if there is none. Only one word of the mask is unpacked,
+    because unpacking all takes 0.4 ms per row for 150,000 ids."""
     words = np.flatnonzero(mask)
     if not len(words):
         return NOTHING_ALLOWED
@@ -48,8 +48,8 @@ def _pick_allowed(mask: Int32, seed: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _ScheduledStep:
-    """A step with its results and its place on the device's timeline, in ns of the monotonic
-    clock."""
+    """A step with its results, and its start and end on the device's timeline, in ns of the
+    monotonic clock."""
 
     rows: int
     counts: Int32
@@ -114,7 +114,7 @@ class SimulatedExecutor:
         """Do nothing, because no partial encodings are kept."""
 
     def prepare(self, step: Step, pixels: PixelsByNumber, masks: Int32) -> _ScheduledStep:
-        """Place a step on the timeline, after all previous steps, and compute its results."""
+        """Schedule a step after all previous ones, and compute its results."""
         update = self._batch.update(step, masks)
         begin = max(time.monotonic_ns(), self._free_at)
         self._free_at = begin + self._step_ns + self._token_ns * update.rows
@@ -142,7 +142,7 @@ class SimulatedExecutor:
         return prepared
 
     def rehearse(self) -> Iterator[object]:
-        """Lay out a dummy step in a separate batch."""
+        """Lay out and yield a dummy step in a separate batch, to warm up the CPU caches."""
         yield self._rehearsal_batch.update()
 
     def _scored(self, update: Update) -> StepScores:

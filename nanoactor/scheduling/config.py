@@ -23,21 +23,24 @@ class SchedulerConfig:
     depth: int = 2
     """Maximum number of steps in flight."""
     max_depth: int = 0
-    """Maximum number of steps in flight while steps are short; at least `depth`."""
+    """Maximum number of steps in flight while steps are shorter than the host's work for a step; at
+    least `depth`."""
     plan_lead: Literal["eager", "late"] = "eager"
     """When to plan a step. "eager": as soon as the depth allows. "late": while steps are in flight,
     only when the runner requests one because the device is about to become idle."""
     prefix_caching: bool = True
     priority_window: int = 1000
-    """Number of places in the queue that one unit of priority is worth. Per unit of priority
-    difference, fewer than this many later requests can overtake a request."""
+    """Weight of priorities in the queue. Of two requests whose priorities differ by d, the more
+    urgent one goes first if it arrives less than `d * priority_window` places after the other."""
     encoder: EncoderLimits = NO_ENCODER
     jump_forward: bool = True
-    """True if tokens forced by a grammar are appended without sampling."""
+    """True if tokens are appended without sampling where the grammar allows only one
+    continuation."""
     pooling: str = ""
     """The model's pooling method, as in `PoolingConfig.kind`; empty if the model does not pool."""
     ranks: int = 1
-    """Number of ranks. A step uses a grammar's token mask only once all of them hold it."""
+    """Number of tensor-parallel ranks. A step uses a grammar's token mask only once every rank has
+    received the mask."""
 
     def __post_init__(self) -> None:
         """Set `max_depth` to `depth` if it is smaller."""

@@ -1,4 +1,5 @@
-"""Names of the scheduler's outgoing edges, after the actors that receive from them."""
+"""Names of the scheduler's outgoing edges (connections to other actors). Each edge is named after
+its receiver."""
 
 from __future__ import annotations
 

@@ -75,8 +75,8 @@ class Rehearsal:
         return request
 
     def run(self) -> Iterator[Any]:
-        """Serve one dummy request. Yield each message for another process, after encoding it, and
-        None where a turn yields no step."""
+        """Serve one dummy request. Yield each message that an engine would send to another process,
+        after encoding the message. Yield None for each scheduler decision that plans no step."""
         yield from self._handle(self.next_request())
         yield from self._drain_answers()
         done = StepDone(

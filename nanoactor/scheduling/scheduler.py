@@ -144,8 +144,9 @@ class Scheduler:
                 self._fail(sequence, end)
 
     def _send_turn(self, fence: int) -> None:
-        """Queue the messages that result from an event. The turn is queued separately, since steps
-        wait for it. `fence` is the last step planned before the event."""
+        """Queue the messages that result from an event. The turn (the message to the block manager)
+        is queued separately, because the next step depends on it. `fence` is the number of the last
+        step planned before the event."""
         for flush in self._features.frequent["flush"]:
             self._out += flush(self._turn)
         if self._turn.releases_blocks:
@@ -277,10 +278,10 @@ class Scheduler:
             self._full_version = self._running.prefill_version
 
     def _reserved_blocks(self) -> int:
-        """Return the number of credits that admissions must leave for running sequences.
+        """Return the number of free blocks that admissions must leave for running sequences.
 
         Without this reserve, a preempted sequence would take back the blocks that it had to give
-        up. A few more credits, up to one for each running sequence, avoid another preemption right
+        up. A few more blocks, up to one for each running sequence, avoid another preemption right
         away.
         """
         if not len(self._running):
@@ -294,9 +295,9 @@ class Scheduler:
         return self.items.budget.credits
 
     def _release_held_slot(self) -> None:
-        """Release the slot of a held sequence if another sequence waits and no step or answer is
-        outstanding. Only one slot is released at a time: its freed blocks are counted before the
-        next release."""
+        """Release the slot of a held sequence (one that waits for its caller) if another sequence
+        waits for a slot and no step or answer is outstanding. Only one slot is released at a time:
+        the blocks that it frees are counted before the next release."""
         is_busy = self._in_flight or self.budget.oldest_unanswered is not None
         if is_busy or self._room.head is None:
             return
@@ -320,12 +321,9 @@ class Scheduler:
             feature.admit(sequence, self._turn.number)
 
     def _grant_blocks(self, starving: list[Sequence]) -> list[Sequence]:
-        """Grant one more block to as many of these sequences as possible; return those that
-        received one.
-
-        The others skip this step. The sequence that has waited longest comes first, so that each is
-        passed over at most once.
-        """
+        """Grant one more block to as many of these sequences as possible, in the order in which
+        they ran out of blocks. Return those that received one; the others skip this step. Preempts
+        the youngest running sequences if there are too few blocks."""
         step = self._planned + 1
         self._preempt_for(starving)
         queue = [s for s in starving if s.slot >= 0]  # the others have just been preempted
@@ -340,11 +338,12 @@ class Scheduler:
         return granted
 
     def _preempt_for(self, starving: list[Sequence]) -> None:
-        """Preempt the youngest sequences until a block is, or will be, available for each starving
-        one.
+        """Preempt the youngest sequences until a block is, or will be, available for each sequence
+        in `starving`.
 
-        Preempts nothing while pending credits suffice. If an outstanding answer may return more
-        credits, preemption is delayed by up to `depth` steps.
+        Nothing is preempted if the free blocks suffice, including those that become free after the
+        steps in flight. If the block manager has not yet reported all freed blocks, preemption is
+        delayed by up to `depth` steps.
         """
         step = self._planned + 1
         missing = len(starving) - self.budget.credits - self.budget.pending
@@ -359,9 +358,10 @@ class Scheduler:
         self._preempted_at = step
 
     def _preempt(self, victim: Sequence) -> None:
-        """Preempt a sequence: queue it again, or hold it if its caller decides what is computed
-        next. The sequence still receives its tokens from steps in flight, and can be admitted again
-        once they have arrived."""
+        """Preempt a sequence: release its slot and queue it again. If it can continue only after
+        its caller has chosen its next token, it is not queued until then. The sequence still
+        receives its tokens from steps in flight, and can be admitted again once they have
+        arrived."""
         self.statistics.preemptions += 1
         steps = [p.step for p in self._in_flight if p.has_row(victim.slot)]
         victim.note_preemption(max(steps, default=0))
@@ -487,7 +487,8 @@ class Scheduler:
             self._turn.add_known(slots, tokens)
 
     def _jump(self, sequence: Sequence, run: Int32) -> None:
-        """Append forced tokens without sampling, up to and including one that ends the sequence."""
+        """Append the tokens `run`, the only continuation that the sequence's grammar allows,
+        without sampling. Stop after a token that ends the sequence."""
         slot = sequence.slot
         known, end = self._output.append_run(sequence, run)
         self._turn.add_known_run(slot, known)
@@ -503,8 +504,8 @@ class Scheduler:
 
     @property
     def is_stalled(self) -> bool:
-        """True if there are live sequences and planning is not paused, but nothing is in flight
-        that they could be waiting for: no step, and no request of a feature."""
+        """True if live sequences cannot make progress although planning is not paused: no step is
+        in flight, and no feature waits for another actor or a caller."""
         idle = bool(self.live) and not self._in_flight and not self._depth.is_paused
         return idle and not any(feature.is_waiting for feature in self._features)
 

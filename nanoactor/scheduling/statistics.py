@@ -7,7 +7,7 @@ import dataclasses
 
 @dataclasses.dataclass(slots=True)
 class SchedulerStatistics:
-    """Counts since the scheduler started. Tokens and steps count when they are planned."""
+    """Counts since the scheduler started. Tokens and steps are counted when they are planned."""
 
     steps: int = 0
     prefill_tokens: int = 0

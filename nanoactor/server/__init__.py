@@ -1,1 +1,1 @@
-"""The HTTP server, which serves OpenAI's API and others with an `AsyncLLM`."""
+"""HTTP server that exposes an `AsyncLLM` through the APIs of OpenAI, Anthropic and others."""

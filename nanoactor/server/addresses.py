@@ -24,8 +24,8 @@ _NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 
 
 def is_public(text: str) -> bool:
-    """Return True if `text` is a public Internet address. A NAT64 address is public if the IPv4
-    address that it embeds is public."""
+    """Return True if `text` is a public IP address, and False for any other text. A NAT64 address
+    is public if the IPv4 address that it embeds is public."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:

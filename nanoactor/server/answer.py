@@ -20,7 +20,7 @@ from nanoactor.server.requests import Body, ChatRequest, StreamOptions
 
 @dataclasses.dataclass(frozen=True)
 class EchoedPrompt:
-    """Replacement for an engine request if nothing is generated and the prompt is only echoed."""
+    """Stand-in for an engine request when the prompt is only echoed and nothing is generated."""
 
     prompt_token_ids: Sequence[int]
 
@@ -46,20 +46,21 @@ class Answer:
         self.reasoning_tokens = 0
         """Estimated number of reasoning tokens among the tokens sent, based on the text."""
         self.stop_reason: int | str | None = None
-        """Stop string, or id of the stop token, that ended the choice that finished last. None if
-        nothing of either kind did."""
+        """What ended the choice that finished last: the stop string, or the id of the stop token.
+        None if that choice ended for another reason."""
         self.phase_seconds: dict[str, float] = {}
         self.token_ids: list[list[int]] | None = None
         """Output token ids of each choice; None unless requested."""
         if body.return_token_ids:
             self.token_ids = [[] for _ in self.tokens_sent]
         self._unsent: list[list[int]] = [[] for _ in self.tokens_sent]
-        """Output token ids of each choice that no delta contains yet."""
+        """For each choice, the output token ids that no delta contains yet."""
         self.has_finished_request = False
         """True once one of the engine requests has finished. A chat has only one request."""
 
     def count_visible_tokens(self, number: int, completion: CompletionOutput) -> int:
-        """Return the number of new tokens in `completion` that are sent to the client."""
+        """Return how many of the new tokens in `completion` are sent to the client. `number` is the
+        index of the engine request."""
         choice = self.choices[number * self.choices_per_request + completion.index]
         return 0 if choice.is_muted else len(completion.token_ids)
 
@@ -117,9 +118,9 @@ class Answer:
         return deltas
 
     def _attach_token_ids(self, index: int, delta: Delta) -> None:
-        """Add the ids of all tokens since the previous delta to `delta`. The first delta of a text
-        completion also gets the prompt's token ids. In a chat, those are placed next to the
-        choices."""
+        """Add the ids of all tokens since the previous delta to `delta`. In a text completion, the
+        first delta also contains the prompt's token ids; in a chat, the first event contains them
+        instead."""
         assert self.token_ids is not None
         if len(self.token_ids[index]) == len(self._unsent[index]) and not self.is_chat:
             delta["prompt_token_ids"] = [
@@ -151,7 +152,7 @@ class AnswerWriter(Protocol):
     """An event without content that keeps a connection open. Empty if the API has no such event."""
 
     def begin(self, deltas: list[Delta]) -> bytes:
-        """Return the first events of a stream, including `deltas`, the initial deltas of all
+        """Return the first events of a stream, encoded. `deltas` are the initial deltas of all
         choices."""
 
     def push(self, deltas: list[Delta]) -> bytes:
@@ -221,8 +222,8 @@ class CompletionWriter:
         return event(problem.body)
 
     def _usage(self) -> dict[str, Any]:
-        """Return the token counts of all choices. If there is only one choice, include its
-        durations."""
+        """Return the total token counts of all choices. If there is only one choice, add the
+        seconds that it spent in the queue, in prefill and in decode."""
         answer = self._respond
         details: dict[str, Any] = {"prompt_tokens_details": {"cached_tokens": answer.cached_tokens}}
         if answer.is_chat:
@@ -249,7 +250,7 @@ _DONE = b"data: [DONE]\n\n"
 
 
 def event(value: Any) -> bytes:
-    """Encode a value as a server-sent event, in bytes."""
+    """Encode a value as JSON in a server-sent event."""
     return b"data: " + msgspec.json.encode(value) + b"\n\n"
 
 

@@ -67,9 +67,10 @@ class Server:
     ) -> None:
         """Create the server without starting it.
 
-        `llm` must not have been started, because the server starts and closes it. A fleet needs its
-        own `text_service` and `monitor`. `reuse_port` allows another server to listen on the same
-        port, for instance one that replaces this one.
+        `llm` must not have been started, because the server starts and closes it. For a fleet
+        (several engines), pass its `monitor` and `text_service`; the fleet starts and closes the
+        latter. For one engine, the server creates both. `reuse_port` allows another server to
+        listen on the same port, for instance one that replaces this one.
         """
         self._reuse_port = reuse_port
         self.config = config
@@ -263,9 +264,9 @@ async def _nothing() -> None:
 
 
 def _max_answers_per_client(config: EngineConfig) -> int:
-    """Return the maximum number of sequences per client: `max_num_seqs` plus half of the waiting
-    queue, so that other clients have room. If the queue is too short for that, one client may fill
-    it."""
+    """Return the maximum number of answers in progress per client: `max_num_seqs` plus half of the
+    waiting queue, so that other clients have room. If the queue is too short to be divided, one
+    client may fill it."""
     queue = config.max_waiting_requests
     return config.max_num_seqs + (queue // 2 if queue >= _MIN_DIVISIBLE_QUEUE else queue + 1)
 

@@ -17,7 +17,7 @@ Event = dict[str, Any]
 
 
 def encode(event: Event) -> bytes:
-    """Encode an event as a server-sent event, in bytes. The event's type is its name."""
+    """Encode an event as JSON in a server-sent event, which is named after the event's `type`."""
     return b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(event))
 
 
@@ -42,8 +42,8 @@ class BlockWriter(abc.ABC):
 
     @abc.abstractmethod
     def new_block(self, kind: str, call: dict[str, Any]) -> dict[str, Any]:
-        """Return an empty block. `kind` is "text", "thoughts" or "call". For a call, `call`
-        contains its id and name; otherwise it is empty."""
+        """Return an empty block. `kind` is "text", "thoughts" or "call". `call` contains the id and
+        name of a call, and is empty for the other kinds."""
 
     @abc.abstractmethod
     def open_events(self, kind: str) -> list[Event]:
@@ -92,8 +92,8 @@ class BlockWriter(abc.ABC):
         return events
 
     def _add(self, kind: str, text: str) -> list[Event]:
-        """Append text to the open block. If that block has another kind, end it and start a new
-        one."""
+        """Append text to the open block, and return the resulting events. If the open block has
+        another kind, or none is open, start a new block first."""
         start_events = [] if self._open and self._kind == kind else self._begin(kind, {})
         self._texts.append(text)
         return [*start_events, *self.delta_events(kind, text)]
@@ -113,9 +113,9 @@ class BlockWriter(abc.ABC):
 
 
 def parse_arguments(text: str) -> dict[str, Any] | None:
-    """Parse the arguments of a call. Return None if the text is not a JSON object, for instance
-    because it was cut off. Lone surrogates are replaced, so that the result can be encoded as
-    JSON."""
+    """Parse the arguments of a call; an empty text stands for no arguments. Return None if the text
+    is not a JSON object, for instance because it was cut off. Lone surrogates are replaced, so that
+    the result can be encoded as JSON."""
     try:
         value = json.loads(text or "{}", strict=False, parse_constant=_reject_constant)
         msgspec.json.encode(value := _encodable(value))

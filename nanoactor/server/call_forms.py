@@ -1,4 +1,4 @@
-"""Syntax of a model's tool calls: selection, and the parser for each syntax."""
+"""Selection of a model's tool-call syntax, and of the parser for it."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ SPECIAL_TOKEN_FORMS: tuple[CallForm, ...] = ("llama3_json", "mistral", "mistral_
 
 
 def call_form(configured: str, template_form: CallForm) -> CallForm:
-    """Return the tool-call syntax to use. `configured` is the server option. If it is "auto", the
-    syntax detected from the chat template is used."""
+    """Return the tool-call syntax to use: `configured`, the value of the server option, or
+    `template_form`, the syntax detected from the chat template, if the option is "auto". If the
+    option is "mistral", the template may select one of Mistral's two syntaxes."""
     match configured:
         case "hermes" | "qwen3_coder" | "llama3_json":
             return configured

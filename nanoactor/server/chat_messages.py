@@ -157,7 +157,7 @@ def _unknown_in(
 
 
 def conversation(raw: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Convert messages to the form that `AsyncLLM` accepts. Only image parts differ."""
+    """Convert messages to the form that `AsyncLLM` accepts. Only image parts are changed."""
     return [_message(message) for message in raw]
 
 

@@ -45,8 +45,8 @@ class TextChoice:
         return self.push(self._echo) if self._echo and self.logprobs is None else []
 
     def push_prompt(self, output: RequestOutput) -> list[Delta]:
-        """Return a delta with the echoed prompt and its log-probabilities, which are in the first
-        output."""
+        """Return a delta with the echoed prompt and its log-probabilities, which the first output
+        contains. Return no delta if there is no echo, or if log-probabilities are not requested."""
         if self.logprobs is None or not self._echo or output.prompt_logprobs is None:
             return []
         self.logprobs.add_prompt(output.prompt_token_ids, output.prompt_logprobs, self._echo)
@@ -97,7 +97,7 @@ class ChatChoice:
         `tools=None`, calls do.
 
         `single_call` drops all calls after the first. `named_call` is True if the request names the
-        function to call.
+        function to call; the finish reason of a call is then "stop" instead of "tool_calls".
         """
         self.logprobs = logprobs
         self.is_muted = False
@@ -130,9 +130,10 @@ class ChatChoice:
         return self._with_logprobs(self._deltas(thoughts, self._pieces(text)))
 
     def reasoning_share(self, tokens: int) -> int:
-        """Estimate how many of the latest piece's `tokens` are reasoning tokens, from the share of
-        reasoning characters. For a piece without text so far, all tokens count if the output is in
-        its reasoning, and none otherwise."""
+        """Estimate how many of `tokens`, the tokens of the latest piece of text, are reasoning
+        tokens. The estimate is based on the share of reasoning characters. If the piece has
+        produced no text yet, all tokens count while the output is inside its reasoning, and none
+        otherwise."""
         if self._reasoning is None:
             return 0
         thoughts, other_characters = self._latest
@@ -162,8 +163,8 @@ class ChatChoice:
         return self._with_logprobs([*deltas, self._chat_delta({}, self._reason)])
 
     def _with_logprobs(self, deltas: list[Delta]) -> list[Delta]:
-        """Add the log-probabilities of all tokens since the last deltas to the first of these
-        deltas."""
+        """Add the log-probabilities of all tokens since the previous deltas to the first delta in
+        `deltas`, and return `deltas`."""
         if self.logprobs is not None and deltas:
             deltas[0]["logprobs"] = self.logprobs.pop_new()
         return deltas

@@ -1,4 +1,4 @@
-"""Routes that health probes, routers and other programs know from vLLM's server."""
+"""Routes of vLLM's server that health probes, routers and other programs expect."""
 
 from __future__ import annotations
 

@@ -73,7 +73,8 @@ MakeWriter = Callable[[Answer], AnswerWriter]
 
 
 class Completions:
-    """Handlers of the two completion routes, which also answer the chats of other APIs."""
+    """Handlers of `/v1/completions` and `/v1/chat/completions`. The routes of other APIs use an
+    instance to answer their chats."""
 
     def __init__(
         self,
@@ -187,7 +188,7 @@ class Completions:
     async def _text_logprobs(
         self, body: CompletionRequest, prompts: Sequence[Prompt]
     ) -> list[Callable[[], TextLogprobs] | None]:
-        """Return a factory of `TextLogprobs` for each prompt. All items are None if
+        """Return, for each prompt, a function that creates a `TextLogprobs`, or None if
         log-probabilities are not requested."""
         num_top, as_ids = num_logprobs(body), bool(body.return_tokens_as_token_ids)
         if num_top is None:
@@ -266,8 +267,9 @@ class Completions:
     async def _thoughts(
         self, body: ChatRequest, messages: list[Any], options: Mapping[str, Any]
     ) -> Thoughts:
-        """Return the reasoning mode of the output. "open" means that the prompt ends with
-        `<think>`, so that the output starts within the reasoning."""
+        """Return whether the output contains reasoning: "none", "optional" (the model may start it)
+        or "open". "open" means that the output starts inside the reasoning, usually because the
+        prompt ends with `<think>`."""
         if body.continue_final_message:
             return "open" if ends_in_thoughts(text_of(messages[-1])) else "none"
         if self._text_service is None or body.add_generation_prompt is False:
@@ -296,9 +298,9 @@ class Completions:
         make_choices: Callable[[], Awaitable[Sequence[Choice]]],
         inputs: _AnswerInputs,
     ) -> web.StreamResponse:
-        """Generate an answer, within the client's limit on answers in progress. The prompts are
-        queued first: a full queue is reported immediately, and the choices are prepared while the
-        prompts wait."""
+        """Generate an answer. Raises `APIError` (429) if the client would exceed its limit on
+        answers in progress. The prompts are queued before `make_choices` is called. A full queue is
+        therefore reported at once, and the choices are prepared while the prompts wait."""
         # Check `n` first, so that an invalid value is not reported as too many answers.
         choices_per_prompt = SamplingParams(n=1 if body.n is None else body.n).n
         with self._shares.hold(self._http.client_of(request), len(prompts) * choices_per_prompt):
@@ -338,7 +340,9 @@ class Completions:
             self._count_turn_tokens(answer, inputs)
 
     def _count_finish_reasons(self, answer: Answer) -> None:
-        """Count the choices of an ended answer by finish reason, for the metrics."""
+        """Count an answer's choices by finish reason, for the metrics. Must be called while the
+        exception that ended the answer, if any, is handled: it determines the reason of unfinished
+        choices. A rejected request is not counted."""
         error, unfinished = sys.exception(), "error"
         if isinstance(error, _DISCONNECTED):
             unfinished = "abort"
@@ -475,8 +479,9 @@ class Completions:
 
 
 async def _send(writer: AnswerWriter, write: Write, deltas: list[Delta]) -> None:
-    """Send deltas to the client. Waits while the client has 64 KiB of unread data; new output is
-    merged meanwhile. Raises `ConnectionError` if the client has disconnected."""
+    """Send deltas to the client. While the client has 64 KiB of unread data, this waits, and output
+    that is generated meanwhile is merged into fewer deltas. Raises `ConnectionError` if the client
+    has disconnected."""
     if written := writer.push(deltas):
         await write(written)
 

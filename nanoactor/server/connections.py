@@ -106,7 +106,7 @@ def malformed(error: BaseException | None, status: int = 400) -> APIError:
 
 
 class _Refusal(asyncio.Protocol):
-    """Protocol of a connection that is refused because there are too many."""
+    """Protocol of a connection that is refused because too many others are open."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Send a response with status 503 and close the connection."""

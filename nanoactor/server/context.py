@@ -41,10 +41,11 @@ class RequestContext:
         self.headers = {"x-request-id": self.id, "Server": "nanoactor"}
         """Headers of every response to this request, including error responses."""
         self.fields: frozenset[str] = frozenset()
-        """Names of the request's fields, for errors that name one."""
+        """Names of all fields that the request's body may have. Used to recognize a field name in
+        an error message of the engine."""
         self.field_names: Mapping[str, str] = {}
-        """Field names in the request's API, by the corresponding field name of a chat, where they
-        differ."""
+        """Field names for error messages: the name in the request's API, by the name in a chat
+        request. Contains only names that differ."""
         self.note = ""
         """Details of the outcome, as text for the access log."""
         self.broken_off = False
@@ -73,7 +74,7 @@ class RequestContext:
 
 _CONTEXT = web.RequestKey("context", RequestContext)
 CURRENT_ID: contextvars.ContextVar[str] = contextvars.ContextVar("request id", default="")
-"""Id of the HTTP request that is currently handled, for log records."""
+"""Id of the HTTP request that is currently being handled, for log records."""
 
 
 def context_of(request: web.BaseRequest) -> RequestContext:
@@ -85,8 +86,8 @@ def context_of(request: web.BaseRequest) -> RequestContext:
 
 
 def origin_of(request: web.BaseRequest, model: str) -> Origin:
-    """Return the origin of the engine's requests that an HTTP request makes, with its W3C trace
-    headers. `model` is the model's name for clients."""
+    """Return the `Origin` of all engine requests that an HTTP request makes: its id, its W3C trace
+    headers, and the model's name for clients, `model`."""
     parents = request.headers.getall(PARENT, [])
     # A header that must be single and is not is malformed; several states are one list.
     headers = {PARENT: parents[0]} if len(parents) == 1 else {}

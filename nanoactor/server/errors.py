@@ -110,8 +110,8 @@ _TOO_LONG = re.compile(
 
 
 def death_message(error: BaseException) -> str:
-    """Return the message for clients about the engine's death. If an exception caused the death,
-    its text is only logged, because it may contain file names."""
+    """Return the message for clients about the engine's death. If a process died or stalled, the
+    message says so. Any other cause is only logged, because its text may contain file names."""
     cause = error.__cause__
     if cause is None or isinstance(cause, NodeDied | NodeStalled):
         return str(error)
@@ -146,8 +146,9 @@ def from_engine(error: Exception, names: frozenset[str]) -> APIError:
 
 
 def rename_fields(problem: APIError, names: Mapping[str, str]) -> APIError:
-    """Replace the field names of a chat with those of another API, in place, in an error's message
-    and `param`. Return the error."""
+    """Replace field names of a chat request with those of another API, in the message and `param`
+    of an error. `names` maps the former to the latter. The error is changed in place and
+    returned."""
     for ours, theirs in names.items():
         if re.match(rf"{re.escape(ours)}\b", problem.message):
             problem.message = theirs + problem.message.removeprefix(ours)

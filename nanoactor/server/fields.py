@@ -44,8 +44,8 @@ class Field:
 
 _NOT_SENT = {"output_kind", "detokenize", "structured_outputs", *REJECTED}
 SAMPLING = tuple(f.name for f in dataclasses.fields(SamplingParams) if f.name not in _NOT_SENT)
-"""Sampling parameters of the engine that are also request fields. The server sets `output_kind` and
-`detokenize` itself, and constraints have several fields of their own."""
+"""Sampling parameters of the engine that are also request fields. This excludes parameters that the
+server sets itself or rejects, and output constraints, which have several fields of their own."""
 
 _CHAT_ONLY_SAMPLING = {"n", "logprobs", "prompt_logprobs", "truncate_prompt_tokens", "max_tokens"}
 EXTENSIONS = tuple(name for name in SAMPLING if name not in {*_CHAT_ONLY_SAMPLING, "stop"})
@@ -56,8 +56,8 @@ define them."""
 def _fields(
     status: Status, routes: tuple[str, ...], *names: str, note: str = "", **neutral: Any
 ) -> list[Field]:
-    """Create fields with the same status. Each keyword argument creates a field and sets its
-    neutral value."""
+    """Create fields with the same status, routes and note. There is one field for each of `names`,
+    and one for each keyword argument, which also sets the field's neutral value."""
     fields = [Field(name, routes, status, note=note) for name in names]
     return fields + [Field(name, routes, status, (v,), note) for name, v in neutral.items()]
 
@@ -241,11 +241,12 @@ TOKENIZE_FIELDS: dict[str, Field] = {
         ("tokenize",), "chat_template", mm_processor_kwargs={}, return_token_strs=False
     )
 }
-"""Fields of vLLM's `/tokenize` that are rejected because they would change the result, by name."""
+"""Fields of vLLM's `/tokenize`, by name, that are rejected because they would change the result."""
 
 
 def route_fields(route: str) -> dict[str, Field]:
-    """Return the fields of a route by name."""
+    """Return the fields of a route by name. `route` is a name as in `Field.routes`, such as
+    "chat"."""
     return {field.name: field for field in FIELDS if route in field.routes}
 
 

@@ -28,7 +28,8 @@ class Health:
     """Seconds since the latest completed step, or since work arrived if that was later. During
     recovery, seconds since the processes died. None if no work is pending."""
     actors: Mapping[str, Mapping[str, float | None]]
-    """For each actor: seconds since its latest step, and seconds since its last statistics."""
+    """For each actor: "step_age", the seconds since its latest step (None if no work is pending),
+    and "silence", the seconds since its last statistics."""
 
     @property
     def is_ok(self) -> bool:
@@ -43,9 +44,9 @@ def assess(figures: Figures, heard_at: Mapping[str, int], now: int, limit: float
     monotonic clock. Work is pending if the scheduler or the frontend has requests.
 
     An actor has stalled if, while work is pending, its latest step or its last report is more than
-    `limit` seconds old. A step may also take the additional time that the device reports for it.
-    Actors after the scheduler need only have processed the tokens sent to them, because a long
-    prefill has steps without tokens.
+    `limit` seconds old. For steps, the limit is extended by the additional time that the device
+    reports. Actors after the scheduler need only have processed the tokens sent to them, because a
+    long prefill has steps without tokens.
     """
     scheduler = figures.get("scheduler", {})
     work_since, tokens_sent_at = (
@@ -82,9 +83,10 @@ def assess(figures: Figures, heard_at: Mapping[str, int], now: int, limit: float
 def _culprit(
     actors: Mapping[str, Mapping[str, float | None]], lags: Mapping[str, float], limit: float
 ) -> str:
-    """Return the actor that most likely blocks the others: the one with the longest silence above
-    `limit`, because actors that wait for it lag as much. If there is none, return the actor with
-    the largest lag above `limit`, or an empty string."""
+    """Return the name of the actor that most likely blocks the others, or an empty string if no
+    actor is late. Actors that wait for it lag as much, but still report. Therefore, the actor with
+    the oldest report is returned first, if that report is more than `limit` seconds old, and only
+    then the actor with the largest lag above `limit`."""
     silent = {name: ages_of_actor["silence"] or 0.0 for name, ages_of_actor in actors.items()}
     for ages in (silent, lags):
         worst = max(ages, key=lambda name: ages[name], default="")
@@ -94,8 +96,8 @@ def _culprit(
 
 
 def recovering(victims: str, seconds: float) -> Health:
-    """Return the health while processes are replaced. `victims` are their names, and `seconds` is
-    the time since they died."""
+    """Return the health while processes are replaced. `victims` are their names, separated by
+    commas, and `seconds` is the time since they died."""
     return Health("recovering", victims, True, seconds, {})
 
 

@@ -84,7 +84,7 @@ class HttpFrontend:
     ) -> None:
         """Store the options. `names` are the names that clients may use for the model, `metrics`
         counts the requests, and `decoder` decodes their bodies. `is_traced` is True if the engine
-        sends spans of requests."""
+        exports OpenTelemetry traces of requests."""
         self._config = config
         self._names = names
         self._is_traced = is_traced
@@ -92,7 +92,7 @@ class HttpFrontend:
         self._metrics = metrics
         self._keys = Keys(config.api_keys)
         self.template_defaults = dict(config.default_chat_template_kwargs or {})
-        """Chat template variables that apply to requests which do not set them."""
+        """Chat template variables for requests that do not set them."""
         self.decoder = decoder
         self._body_budget = _MAX_LARGE_BODIES * max_body_bytes
         self._paths: list[str] = []
@@ -180,7 +180,7 @@ class HttpFrontend:
     @web.middleware
     async def _admit(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Answer CORS preflight requests. Raise `APIError` for unauthorized callers and unknown
-        paths, and pass other requests on."""
+        paths. Pass all other requests on to `handler`."""
         if request.version not in (HttpVersion10, HttpVersion11):
             raise APIError(505, "this server supports only HTTP/1.1 and HTTP/1.0")
         if request.method == "OPTIONS" and "Access-Control-Request-Method" in request.headers:
@@ -231,8 +231,8 @@ class HttpFrontend:
         return self._keys.client(*credentials, request.remote or "")
 
     def _check_host(self, request: web.Request) -> None:
-        """Check the `Host` header of requests to a loopback interface, unless an API key is
-        required.
+        """Raise `APIError` if a request to a loopback interface has a foreign `Host` header.
+        Nothing is checked if an API key is required.
 
         A remote site can point its own name at 127.0.0.1 and make a browser call this server (DNS
         rebinding). The host must therefore be a local name or address, or one of `allowed_hosts`.

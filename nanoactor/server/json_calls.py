@@ -6,7 +6,7 @@ Mistral:
     [TOOL_CALLS]weather[ARGS]{"city": "Oslo"}
 
 If the arguments are an object and follow the name, they are emitted as they arrive. The result does
-not depend on how the text is split.
+not depend on where the text is split into pieces.
 """
 
 from __future__ import annotations
@@ -92,13 +92,14 @@ class _JsonCalls(CallStateMachine):
         call."""
 
     def _mark(self) -> str:
-        """Return the tag that preceded the buffered text. It is emitted as text if no call
-        follows."""
+        """Return the tag that preceded the buffered text, or an empty string. The tag is emitted as
+        text if no call follows."""
         return ""
 
     def _candidate(self, pieces: list[Piece]) -> bool:
-        """Check whether the object that starts here is a call in the usual form, whose arguments
-        can be streamed. Return False if more text is needed."""
+        """Decide how to process the object that starts here. A call in the usual form, with the
+        name first, is started, so that its arguments can be streamed. Any other object is held back
+        until its end. Return False if more text is needed to decide."""
         header = _HEADER.match(self._buffer[:_MAX_HEADER_CHARACTERS])
         if header is not None:
             name = decode_json_string(header[1])
@@ -117,8 +118,8 @@ class _JsonCalls(CallStateMachine):
     def _open(
         self, name: str, rest: str, tail: Callable[[list[Piece]], bool], pieces: list[Piece]
     ) -> None:
-        """Start a call. `rest` starts with its arguments, an object, and `tail` is the step after
-        them."""
+        """Start a call of the function `name`. `rest` is the buffered text from the arguments on,
+        and `tail` is the step that follows the arguments."""
         pieces.append(Call(self.calls, name))
         self.calls += 1
         self._has_text_since_call = False
@@ -186,7 +187,7 @@ class _JsonCalls(CallStateMachine):
         return False
 
     def finish(self) -> list[Piece]:
-        """Return the remaining pieces at the end of the output."""
+        """Return the remaining text and calls at the end of the output."""
         pieces: list[Piece] = []
         rest, self._buffer = "".join(self._parts) + self._buffer, ""
         self._parts = []
@@ -270,7 +271,7 @@ class MistralCalls(_JsonCalls):
         return True
 
     def _named(self, pieces: list[Piece]) -> bool:
-        """Parse a function's name, and whatever may stand between the name and the arguments."""
+        """Parse a function's name, and the optional tags between the name and the arguments."""
         is_whole = "{" in self._buffer or len(self._buffer) >= _MAX_HEADER_CHARACTERS
         match = _NAMED.match(self._buffer[:_MAX_HEADER_CHARACTERS]) if is_whole else None
         if match is not None:

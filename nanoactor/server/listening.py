@@ -14,8 +14,9 @@ from nanoactor.server.config import ServerConfig
 
 
 def bind_socket(config: ServerConfig, reuse_port: bool = False) -> socket.socket:
-    """Create a socket that is bound to the configured address, before the model is loaded. Raises
-    `OSError` if the address is not available."""
+    """Create a socket that is bound to the configured address but does not listen yet. Called
+    before the model is loaded, so that an unavailable address is reported immediately, as
+    `OSError`."""
     if config.uds is not None:
         return _bind_unix(Path(config.uds))
     family, _, _, _, address = socket.getaddrinfo(
@@ -54,7 +55,7 @@ def _bind_unix(path: Path) -> socket.socket:
 
 
 def _remove_stale_socket(path: Path) -> None:
-    """Remove the socket file of a killed server, to which no process listens anymore."""
+    """Remove the socket file of a killed server, on which no process listens anymore."""
     with contextlib.suppress(FileNotFoundError):
         if not stat.S_ISSOCK(path.stat().st_mode):
             return  # binding reports the existing file

@@ -38,8 +38,8 @@ class TextLogprobs:
 
     def __init__(self, num_top: int, as_ids: bool, spans: Spans = (b"", [])) -> None:
         """Create an empty collection. `num_top` is the number of likeliest tokens to report per
-        position. `as_ids` reports tokens by id. `spans` are the positions of the prompt's tokens,
-        if it is echoed."""
+        position. `as_ids` reports tokens by id. `spans` locates the prompt's tokens, and is
+        required only if the prompt is echoed."""
         self._num_top, self._as_ids, self._spans = num_top, as_ids, spans
         self._echoed = 0
         self._pending = _no_entries()

@@ -155,8 +155,8 @@ class MediaLoader:
 
     @contextlib.contextmanager
     def _register(self, limit: asyncio.Timeout) -> Iterator[None]:
-        """Register a running fetch through its time limit: `close` expires the limit to abort the
-        fetch, and then waits for its end."""
+        """Register a running fetch until the context ends. To abort the fetch, `close` lets its
+        time limit, `limit`, expire, and then waits for the end of the context."""
         self._running.add(limit)
         self._idle.clear()
         try:
@@ -356,7 +356,8 @@ def _is_address(host: str) -> bool:
 
 
 def _parse_url(text: str, subject: str) -> URL:
-    """Parse a URL. Path and query remain as they are, because they may be signed."""
+    """Parse a URL without changing its path and query, which may be signed. Raises `InvalidRequest`
+    if the URL is invalid; `subject` names it in the error."""
     if len(text) > _MAX_URL_CHARACTERS:
         raise InvalidRequest(f"{subject} must not be longer than {_MAX_URL_CHARACTERS} characters")
     if _UNSAFE.search(text):
@@ -468,7 +469,8 @@ async def _load_data(url: str, max_bytes: int) -> bytes:
 
 
 def _decode_base64(url: str, start: int, max_bytes: int) -> bytes:
-    """Decode the base64 text that starts at index `start` of a `data:` URL."""
+    """Decode the base64 text that starts at index `start` of a `data:` URL. Raises `InvalidRequest`
+    if it is empty, invalid or too long."""
     text = _strip_whitespace(url, start, max_bytes)
     if not text:
         raise InvalidRequest("the data: URL has no data after the comma")
@@ -489,8 +491,8 @@ def _decode_base64(url: str, start: int, max_bytes: int) -> bytes:
 
 
 def _strip_whitespace(url: str, start: int, max_bytes: int) -> bytes:
-    """Return the base64 text without whitespace. Raises `InvalidRequest` if it would decode to more
-    than `max_bytes` bytes.
+    """Return the base64 text that starts at index `start` of a `data:` URL, without whitespace.
+    Raises `InvalidRequest` if the text would decode to more than `max_bytes` bytes.
 
     The text is processed in pieces, because a thread holds the GIL for the duration of one call.
     """

@@ -26,7 +26,8 @@ from nanoactor.server.metrics import Metrics
 log = logging.getLogger("nanoactor.server")
 
 INTERVAL, BINS, MAX_SNAPSHOTS = 0.5, 10, 60
-"""Seconds between two snapshots, number of bins per snapshot, and number of snapshots kept."""
+"""Seconds between two snapshots, number of equal time intervals (bins) per snapshot, and number of
+snapshots kept."""
 _LAG_INTERVAL = 0.02
 _HEALTH_LIMIT_FRACTION = 0.5
 """Fraction of the stall timeout after which `/health` reports a failure, so that load balancers
@@ -83,8 +84,8 @@ class Snapshot:
 
     number: int
     tracks: dict[str, list[int]]
-    """Busy time in percent, in each of the `BINS` intervals before the snapshot, by actor or
-    device."""
+    """For each actor or device: the percentage of time that it was busy, in each of the `BINS`
+    intervals before the snapshot."""
     dead_actors: list[str]
     """Actors whose process has died since the previous snapshot, or is being replaced."""
     busy_seconds: float
@@ -158,7 +159,7 @@ class Monitor:
                 log.error("the engine is %s: %s", health.status, health.culprit)
 
     async def _measure_lag(self) -> None:
-        """Measure the delay of timers, the time by which a sleeping task wakes up too late."""
+        """Measure, until canceled, how late the event loop wakes a sleeping task."""
         while True:
             due = time.monotonic() + _LAG_INTERVAL
             await asyncio.sleep(_LAG_INTERVAL)

@@ -38,8 +38,8 @@ _ICON = (
 # the duplicates.
 _LATE_NS = 500_000_000
 _TRACE_INTERVAL = 0.5
-"""Seconds between two snapshots of a trace. Must be well below the two seconds of spans that a busy
-track keeps."""
+"""Seconds between two snapshots of a trace. Must be well below the two seconds for which a busy
+actor keeps its spans (recorded periods of activity)."""
 _MAX_EXPORTS = 4
 _CHUNK_BYTES = 1 << 16
 _EXPORTER = [sys.executable, "-m", "nanoactor.tracing.export"]
@@ -143,8 +143,8 @@ class ObservationRoutes:
             self._running_exports -= 1
 
     async def _record(self, tracer: Tracer, seconds: float) -> list[list[NodeTrace]]:
-        """Return snapshots of the trace, taken repeatedly because tracks keep only the last few
-        seconds."""
+        """Record a trace for `seconds` seconds, and return its snapshots. Several snapshots are
+        taken, because each actor keeps only the last few seconds of its activity."""
         begin = since = time.monotonic_ns()
         end = begin + int(seconds * 1e9)
         snapshots: list[list[NodeTrace]] = []
@@ -157,7 +157,8 @@ class ObservationRoutes:
         return snapshots
 
     async def _export(self, request: web.Request, snapshots: bytes) -> web.StreamResponse:
-        """Convert snapshots to JSON in a separate process, and forward its output to the client."""
+        """Convert pickled snapshots to JSON in a separate process, and forward its output to the
+        client."""
         pipe = asyncio.subprocess.PIPE
         exporter = await asyncio.create_subprocess_exec(*_EXPORTER, stdin=pipe, stdout=pipe)
         assert exporter.stdin is not None
@@ -192,8 +193,8 @@ def _only_parameter(request: web.Request, name: str, default: str) -> str:
 
 
 def _spans_until(node: NodeTrace, end: int) -> NodeTrace:
-    """Return the trace without spans that end after `end`, in ns. The next snapshot includes
-    them."""
+    """Return a process's trace without the spans (recorded periods of activity) that end after
+    `end`, in ns. The next snapshot includes those spans."""
     tracks = [
         dataclasses.replace(track, spans=track.spans[track.spans["end"] <= end])
         for track in node.tracks

@@ -40,12 +40,12 @@ class _State(enum.Enum):
 
 
 class ReasoningParser:
-    """Parser of an output that arrives in pieces. The result does not depend on how the output is
-    split."""
+    """Parser that separates reasoning from content in an output that arrives in pieces. The result
+    does not depend on where the output is split."""
 
     def __init__(self, output_start: OutputStart = "optional") -> None:
-        """Create the parser. `output_start` is what the prompt determines about the start of the
-        output."""
+        """Create the parser. `output_start` says how the output starts, as far as the prompt
+        determines it."""
         self._prompt_opens_reasoning = output_start == "open"
         self._state = _State.CONTENT if output_start == "content" else _State.START
         self._buffer = ""
@@ -58,7 +58,8 @@ class ReasoningParser:
         return self._state is _State.THINKING
 
     def push(self, text: str) -> tuple[str, str]:
-        """Append text. Return the (reasoning, content) that can be emitted now."""
+        """Append text. Return the reasoning and the content that can be emitted now. Either may be
+        empty."""
         if self._state is _State.CONTENT:
             return "", text
         self._buffer += text
@@ -103,7 +104,8 @@ class ReasoningParser:
         return thoughts
 
     def finish(self) -> tuple[str, str]:
-        """Return the remaining (reasoning, content) at the end of the output."""
+        """Return the remaining reasoning and content at the end of the output. Either may be
+        empty."""
         rest, self._buffer = self._buffer, ""
         if self._state is _State.THINKING:
             return rest.rstrip("\n"), ""

@@ -66,7 +66,8 @@ if TYPE_CHECKING:
         skip_special_tokens: bool | None = None
 
     class Extended(Struct, kw_only=True):
-        """Sampling parameters. Type checkers see only those that are accessed by name."""
+        """Sampling parameters, created at runtime from `EXTENSIONS`. The declarations are for type
+        checkers, and cover only the parameters that are accessed by name."""
 
         temperature: float | None = None
         top_p: float | None = None
@@ -133,7 +134,7 @@ class CompletionRequest(_Body, kw_only=True, forbid_unknown_fields=True):
 
 
 class _WithRawBody(Struct, dict=True):
-    """A request body of which some parts are passed to the chat template unchanged."""
+    """Base of request bodies with parts that are passed to the chat template unchanged."""
 
     @property
     def raw(self) -> dict[str, Any]:
@@ -246,8 +247,8 @@ _MAX_UNKNOWN_FIELDS = 200
 
 @functools.cache
 def _route_fields(kind: type[Struct]) -> dict[str, Field]:
-    """Return the `Field` entries of a body's route by field name. Empty if the body has no
-    route."""
+    """Return the known fields of the route with the body `kind`, by name. Empty if `kind` is not
+    the body of a route."""
     route: str = getattr(kind, "ROUTE", "")
     return TOKENIZE_FIELDS if route == "tokenize" else route_fields(route)
 
@@ -304,8 +305,8 @@ class Decoder:
         return decoded
 
     def chat(self, translated: dict[str, Any]) -> ChatRequest:
-        """Convert a request of another API, already translated to a chat request, to a
-        `ChatRequest`. Raises `APIError` if it is invalid."""
+        """Validate a request of another API that has been translated to the body of a chat request,
+        and return it as a `ChatRequest`. Raises `APIError` if it is invalid."""
         try:
             body = msgspec.convert(translated, ChatRequest)
         except msgspec.ValidationError as error:
@@ -438,8 +439,8 @@ def sampling_params(
 
 
 def _apply_aliases(body: Body, values: dict[str, Any]) -> None:
-    """Copy parameters with SGLang's names to `values`, under ours. Raises `APIError` if both names
-    are set to different values."""
+    """Copy `max_new_tokens` and `min_new_tokens`, SGLang's names, to `max_tokens` and `min_tokens`
+    in `values`. Raises `APIError` if both names of a parameter are set to different values."""
     for name in ("max_tokens", "min_tokens"):
         alias = name.replace("_", "_new_")
         if (value := getattr(body, alias)) is not None:

@@ -1,5 +1,5 @@
-"""Interfaces that the server requires from its engine, which may be a fleet, and from its
-monitor."""
+"""Interfaces that the server requires from its monitor and its engine, which may be a fleet
+(several engines)."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ class Engine(Protocol):
 
     @property
     def facts(self) -> dict[str, Any]:
-        """Properties of the KV cache, the device and the dtype."""
+        """Properties known after startup, such as "dtype", "device", "num_blocks" (of the KV cache)
+        and "block_size" (in tokens)."""
 
     def submit(
         self,
@@ -43,7 +44,7 @@ class Engine(Protocol):
         priority: int = 0,
         chat_template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[Request]:
-        """Queue several prompts: either all of them or none."""
+        """Queue either all prompts or none of them, and return one request per prompt."""
 
     async def embed(
         self,
@@ -65,15 +66,15 @@ class Engine(Protocol):
         request_id: str | None = None,
         priority: int = 0,
     ) -> ScoringRequestOutput:
-        """Score how well a document matches a query: a probability, or the cosine of two
-        vectors."""
+        """Return how well a document matches a query: a probability (from a reranker), or the
+        cosine of two embedding vectors."""
 
 
 class Tracer(Protocol):
     """An engine that can record a trace of its actors."""
 
     async def trace(self, since: int = 0) -> Trace:
-        """Return a trace from the time `since`, in ns on the monotonic clock."""
+        """Return a trace that starts at the time `since`, in ns on the monotonic clock."""
 
 
 class MonitorProtocol(Protocol):

@@ -65,7 +65,8 @@ _FORMAT_SCHEMA = "response_format.schema"
 STRICT_STRUCTS = (ResponseFormat, JsonSchema, StructuredOutputs)
 """Classes whose unknown members are always rejected, because they would change the output."""
 _ENGINE_PARAMETER = "structured_outputs"
-"""Name of the engine's parameter, with which its error messages about constraints start."""
+"""Name of the engine's parameter for output constraints. The engine's error messages about
+constraints start with it."""
 _OTHER_NAME = Meta(description="SGLang's or llama.cpp's name for a member of structured_outputs")
 _OLDER_NAME = Meta(description="Older name for a member of structured_outputs")
 
@@ -88,7 +89,7 @@ class Constrained(Struct, kw_only=True):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Constraint:
-    """The output constraint of a request, which may have at most one."""
+    """The output constraint of a request. A request has at most one."""
 
     field: str
     """Name of the request field that sets the constraint."""
@@ -104,8 +105,8 @@ class Constraint:
         return StructuredOutputsParams(**self.values, thoughts=self.thoughts)
 
     def for_model(self, thoughts: Thoughts, form: CallForm) -> Constraint:
-        """Return a copy of the constraint for a model with this reasoning mode and this syntax of
-        tool calls."""
+        """Return a copy of the constraint, adapted to a model. `thoughts` says whether reasoning
+        precedes the constrained output, and `form` is the syntax of the model's tool calls."""
         values = dict(self.values)
         if isinstance(tools := values.get("tools"), ToolGrammar):
             values["tools"] = dataclasses.replace(tools, form=form)
@@ -157,8 +158,9 @@ def constraint_of(
 
 
 def _checked_schema(values: dict[str, Any]) -> str:
-    """Return the schema of `response_format` as JSON text. Errors name that field, although the
-    schema becomes a part of the grammar for calls."""
+    """Check the schema in `values`, the arguments from `response_format`, and return it as JSON
+    text. Errors name `response_format`, although the schema becomes a part of the grammar for
+    calls."""
     constraint = Constraint("response_format", values)
     with errors_name_field(constraint):
         schema = constraint.params.json
@@ -207,7 +209,8 @@ def _requested_constraints(body: Constrained) -> dict[str, dict[str, Any]]:
 
 
 def _with_decoded_schema(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments with a schema in JSON text decoded, so that schemas can be compared."""
+    """Return the arguments. If the schema is JSON text, it is decoded, so that schemas can be
+    compared."""
     schema = values.get("json")
     if not isinstance(schema, str):
         return values

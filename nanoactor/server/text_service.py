@@ -97,8 +97,8 @@ class Withdraw:
 
 class TextWorker(Actor):
     """Actor of the service, in its own process. It handles short requests one after the other. Long
-    texts are processed on a thread, and chat templates and unbounded tokenizers in a child
-    process."""
+    texts are processed on a thread. A child process renders chat templates, and runs tokenizers
+    whose time and memory are not bounded by the length of the text."""
 
     def __init__(self, config: tuple[Path, RenderOptions, tuple[int, ...]]) -> None:
         """Store the configuration: the tokenizer's directory, the template and its limits, and the
@@ -107,8 +107,8 @@ class TextWorker(Actor):
         self._templates: RenderQueue | None = None
         self._long_texts = WorkerThread("long texts")
         self._span_finder: SpanFinder | None = None
-        """Created on first use, because its tables take a moment to build and few requests need
-        them."""
+        """Finder of token positions. It is created on first use, because its tables take a moment
+        to build and few requests need them."""
 
     def setup(self) -> TemplateFacts:
         """Load the tokenizer. Return the capabilities of the chat template."""
@@ -159,8 +159,8 @@ class TextWorker(Actor):
                 self._reply(event.number, method)
 
     def _encode(self, number: int, pieces: Sequence[Piece], convert: Callable[[Any], Any]) -> None:
-        """Encode texts and send a reply: the result of `convert`, which is applied to the list of
-        token ids per text."""
+        """Encode `pieces`, and send a reply to request `number`. The result in the reply is
+        `convert(ids)`, where `ids` contains a list of token ids per piece."""
         if not self._encoder.is_bounded and self._templates is not None:
             done = functools.partial(self.context.call_soon, self._encoded, number, convert)
             self._templates.encode(number, pieces, done)
@@ -313,7 +313,8 @@ class TextService:
         self._is_silent = False
         self._restarting: asyncio.Task[None] | None = None
         self._client: TextClient | None = None
-        """None until the process has started. Until then, `start` raises errors of the process."""
+        """None until the process has started. Until then, `start` raises the errors of the process;
+        later errors cause a restart."""
         self._thoughts: dict[bytes, Thoughts] = {}
         """Cached results of `thoughts`, by a digest of the template options."""
         self._is_guessing = False
@@ -391,13 +392,15 @@ class TextService:
         return await self._call(list[str], "decode", token_id_lists)
 
     async def spans(self, prompts: Sequence[Any]) -> list[Spans]:
-        """Find the position of each token in the prompts, each of which is a text or a list of
-        token ids. Return one `Spans` per prompt."""
+        """Find the position of each token in each prompt, which is a text or a list of token ids.
+        Return one `Spans` per prompt: the bytes of its first token, and the index of each token's
+        first character."""
         return await self._call(list[Spans], "spans", prompts)
 
     async def thoughts(self, options: Mapping[str, Any], messages: Any) -> Thoughts:
-        """Return the reasoning mode after the prompt that these messages and template options
-        render to. If the service does not reply, return the mode for a prompt without options."""
+        """Render the messages with these template options, and return whether reasoning follows the
+        prompt: "none", "open" (the prompt starts it) or "optional" (the model may start it). If the
+        service does not reply, return the value for a prompt without options."""
         if self.template.reasoning_varies:
             return await self._thoughts_after(_json(messages), _json(options))
         options = {name: value for name, value in options.items() if name != "tools"}

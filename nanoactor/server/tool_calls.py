@@ -24,8 +24,8 @@ from nanoactor.server.reasoning import OutputStart, partial_tag_length
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _MAX_HEADER_CHARACTERS = 1024
-"""Maximum number of characters before the arguments of a call. Longer calls are not streamed, but
-returned at their end."""
+"""Maximum number of characters before the arguments of a call. If there are more, the call is not
+streamed, but returned at its end."""
 # Matches the start of a call up to its arguments, which are an object or a string.
 _HEADER = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"arguments"\s*:\s*(?=[{"])', re.DOTALL
@@ -52,6 +52,7 @@ class Arguments:
 
 
 Piece = str | Call | Arguments
+"""Piece of a parsed output: text, the start of a call, or a part of a call's arguments."""
 
 
 class CallFinder(Protocol):
@@ -61,10 +62,11 @@ class CallFinder(Protocol):
         """Return a new, random id for a call."""
 
     def push(self, text: str) -> list[Piece]:
-        """Append text. Return the pieces that can be emitted now, in order."""
+        """Append text. Return what can be emitted now, in order: text, starts of calls, and
+        arguments."""
 
     def finish(self) -> list[Piece]:
-        """Return the remaining pieces at the end of the output."""
+        """Return the remaining text, calls and arguments at the end of the output."""
 
 
 def new_id() -> str:
@@ -87,7 +89,8 @@ class CallStateMachine(abc.ABC):
         return new_id()
 
     def push(self, text: str) -> list[Piece]:
-        """Append text. Return the pieces that can be emitted now, in order."""
+        """Append text. Return what can be emitted now, in order: text, starts of calls, and
+        arguments."""
         self._buffer += text
         pieces: list[Piece] = []
         while self._advance(pieces):
@@ -110,7 +113,8 @@ class CallStateMachine(abc.ABC):
 class _State(enum.Enum):
     TEXT = enum.auto()
     HEADER = enum.auto()
-    """After an opening tag, before the arguments of a call in the usual form."""
+    """After an opening tag, before the arguments of a call in the usual form, with the name
+    first."""
     UNUSUAL = enum.auto()
     """Inside a call in another form, which is held back until its end."""
     OBJECT = enum.auto()
@@ -120,12 +124,13 @@ class _State(enum.Enum):
     TAIL = enum.auto()
     """After the arguments, before the brace that closes the call."""
     NEXT = enum.auto()
-    """After that brace, before a tag, or before another call if the tags are missing."""
+    """After the call's closing brace, before a tag, or before another call if the tags are
+    missing."""
 
 
 class ToolCallParser(CallStateMachine):
-    """Parser of tool calls in `<tool_call>` tags. The result does not depend on how the text is
-    split."""
+    """Parser of tool calls in `<tool_call>` tags. The result does not depend on where the text is
+    split into pieces."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,8 +255,8 @@ class ToolCallParser(CallStateMachine):
         return None
 
     def _in_string(self, character: str) -> bool:
-        """Process a character. Return True if it is part of a string, which includes the quotation
-        marks."""
+        """Process a character. Return True if it is part of a string. The quotation marks count as
+        parts."""
         if self._escaped:
             self._escaped = False
         elif self._quoted:
@@ -299,7 +304,7 @@ class ToolCallParser(CallStateMachine):
         return True
 
     def finish(self) -> list[Piece]:
-        """Return the remaining pieces at the end of the output."""
+        """Return the remaining text, calls and arguments at the end of the output."""
         pieces: list[Piece] = []
         remainder, self._buffer = "".join(self._parts) + self._buffer, ""
         if self._state is _State.TEXT and (remainder.strip() or not self.calls):
@@ -320,12 +325,12 @@ class CallsAfterReasoning:
     """Parser of tool calls in an output whose reasoning is not separated. Calls inside the
     reasoning stay text.
 
-    The result does not depend on how the output is split.
+    The result does not depend on where the output is split into pieces.
     """
 
     def __init__(self, output_start: OutputStart, calls: CallFinder | None = None) -> None:
-        """Create the parser. `output_start` is what the prompt determines about the start of the
-        output. `calls` parses the text after the reasoning."""
+        """Create the parser. `output_start` says how the output starts, as far as the prompt
+        determines it. `calls` parses the text after the reasoning."""
         self._calls = calls or ToolCallParser()
         self._in_reasoning = {"open": True, "content": False}.get(output_start)
         """True while the output is in its reasoning; None until the output shows whether it is."""
@@ -336,7 +341,8 @@ class CallsAfterReasoning:
         return self._calls.new_id()
 
     def push(self, text: str) -> list[Piece]:
-        """Append text. Return the pieces that can be emitted now, in order."""
+        """Append text. Return what can be emitted now, in order: text, starts of calls, and
+        arguments."""
         if self._in_reasoning is False:
             return self._calls.push(text)
         self._buffer += text
@@ -357,7 +363,7 @@ class CallsAfterReasoning:
         return [*([reasoning] if reasoning else []), *self._calls.push(rest)]
 
     def finish(self) -> list[Piece]:
-        """Return the remaining pieces at the end of the output."""
+        """Return the remaining text, calls and arguments at the end of the output."""
         rest, self._buffer = self._buffer, ""
         return [*([rest] if rest else []), *self._calls.finish()]
 

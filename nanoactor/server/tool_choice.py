@@ -166,8 +166,8 @@ def tool_grammar(
 def possible_calls(
     tools: Sequence[Tool], choice: ToolChoice | None, parallel: bool
 ) -> ToolGrammar | None:
-    """Return the grammar of the calls that the model may make instead of an answer in a different
-    form. Return None if no call is possible."""
+    """Return the grammar of the calls that the model may make instead of an answer in
+    `response_format`. Return None if no call is allowed, or if a call is demanded."""
     functions = _allowed_functions(tools, choice)
     if choice == "none" or demands_calls(choice) or not functions:
         return None
@@ -177,7 +177,7 @@ def possible_calls(
 
 
 def _allowed_functions(tools: Sequence[Tool], choice: ToolChoice | None) -> list[Function]:
-    """Return the functions that a tool choice allows."""
+    """Return the functions that a tool choice names, or all functions if it names none."""
     names = _chosen_names(choice)
     return [tool.function for tool in tools if not names or tool.function.name in names]
 
@@ -204,7 +204,7 @@ def _constrained_functions(functions: Sequence[Function]) -> tuple[ToolFunction,
 
 
 def unenforced_format_paths(grammar: ToolGrammar | None, tools: Sequence[Tool]) -> Iterator[str]:
-    """Yield the location of each JSON schema `format` that is not enforced, in the schemas that are
+    """Yield the location of each `format` that is not enforced, in the function schemas that are
     enforced otherwise."""
     if grammar is None:
         return

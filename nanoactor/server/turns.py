@@ -1,5 +1,5 @@
-"""Conversation turns, each a request and its answer: how much of the previous turn's prompt was
-found in the prefix cache."""
+"""Measurement of how well the prefix cache serves conversations: how much of the previous turn's
+prompt it still contains. A turn is a request and its answer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 import msgspec
 
 MAX_TURNS = 4096
-"""Maximum number of turns that are remembered."""
+"""Maximum number of turns (requests and their answers) that are remembered."""
 
 
 class Turns:
-    """The latest turns, identified by digests of their messages. A turn continues an earlier one if
-    its messages start with the earlier turn's messages."""
+    """The latest conversation turns (requests and their answers), identified by digests of their
+    messages. A turn continues an earlier one if its messages start with the earlier turn's
+    messages."""
 
     def __init__(self, max_turns: int = MAX_TURNS) -> None:
         self._max_turns = max_turns
@@ -32,12 +33,13 @@ class Turns:
         cached_tokens: int,
         block_size: int,
     ) -> tuple[int, int]:
-        """Record a turn. Return two token counts for the longest earlier turn that it continues:
-        reused from the prefix cache, and computed again. Return (0, 0) if it continues none.
+        """Record a turn, and find the longest earlier turn that it continues. Of that turn's prompt
+        tokens, return how many were reused from the prefix cache, and how many were computed again.
+        Return (0, 0) if there is no such turn.
 
-        The last block of the earlier prompt is not counted, because it was completed by the answer.
-        `messages` and `options` are those passed to the chat template; the order of their members
-        is ignored.
+        The last block of the earlier prompt is not counted, because it may also contain tokens of
+        the answer. `messages` and `options` are those passed to the chat template; the order of
+        their members is ignored.
         """
         *earlier_digests, digest_of_turn = _digests(messages, options)
         known_tokens = [

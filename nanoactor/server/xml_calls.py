@@ -8,10 +8,10 @@
     </function>
     </tool_call>
 
-A value is the text between its tags, without one line break at each end. The function's schema
+A value is the text between its tags, except for one line break at each end. The function's schema
 lists the types that the value may have. As in vLLM, they are tried in the order null, integer,
 number, boolean, object, array; a value that fits none of them is a string. Strings are returned as
-they arrive. The result does not depend on how the text is split.
+they arrive. The result does not depend on where the text is split into pieces.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ _JSON_TYPES = {"null", "integer", "number", "boolean", "object", "array", "strin
 
 
 class QwenCoderCalls(CallStateMachine):
-    """Parser of Qwen3-Coder's tool calls. The result does not depend on how the text is split."""
+    """Parser of Qwen3-Coder's tool calls. The result does not depend on where the text is split
+    into pieces."""
 
     def __init__(self, schemas: Mapping[str, Any] | None = None) -> None:
         """Create the parser. `schemas` maps each function's name to the JSON schema of its
@@ -214,8 +215,9 @@ class QwenCoderCalls(CallStateMachine):
         return True
 
     def finish(self) -> list[Piece]:
-        """Return the remaining pieces at the end of the output. A call that lacks only closing tags
-        is completed. If it is cut off inside a value, its arguments stay incomplete."""
+        """Return the remaining text and arguments at the end of the output. A call that lacks only
+        closing tags is completed. If it is cut off inside a value, its arguments stay
+        incomplete."""
         pieces: list[Piece] = []
         rest, self._buffer = self._buffer, ""
         if self._step == self._parameters:
@@ -234,8 +236,8 @@ def _json_string(text: str) -> str:
 
 
 def _parameter_types(schema: Any, key: str) -> frozenset[str]:
-    """Return the JSON types that the schema allows for the parameter `key`; only "string" if it
-    specifies none."""
+    """Return the JSON types that the function's schema allows for the parameter `key`, or only
+    "string" if the schema specifies none."""
     properties = schema.get("properties") if isinstance(schema, dict) else None
     parameter_schema = properties.get(key) if isinstance(properties, dict) else None
     return frozenset(_types(parameter_schema)) or frozenset({"string"})
@@ -267,7 +269,8 @@ def _type_of(value: Any) -> str:
 
 def _coerce(text: str, types: frozenset[str]) -> str:
     """Return a value as JSON text of the first type in `types` that it fits, or as a JSON string if
-    it fits none."""
+    it fits none. The types are tried in the order null, integer, number, boolean, object or
+    array."""
     bare = text.strip()
     if "null" in types and bare.lower() == "null":
         return "null"

@@ -53,7 +53,8 @@ class RunnerReady:
     max_depth: int = 0
     """Maximum number of steps in flight while steps are short; 0 if the usual maximum applies."""
     cache: int = 0
-    """Identifier of the cache's memory. A new runner reports a different one."""
+    """Identifier of the KV cache's memory. A new runner, whose cache is empty, reports a different
+    one."""
 
     @property
     def capacity_tokens(self) -> int:

@@ -1,4 +1,4 @@
-"""OpenTelemetry spans of requests. Nothing of OpenTelemetry is imported unless an engine's
+"""OpenTelemetry spans of requests. OpenTelemetry is imported only if an engine's
 `otlp_traces_endpoint` is set."""
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ _INSTALL = 'pip install "nanoactor[otel]"'
 
 
 def open_telemetry(config: EngineConfig, files: ModelFiles) -> Telemetry | None:
-    """Return the telemetry of an engine; None if it is off. Raises `InvalidConfig` if OpenTelemetry
-    is not installed, or if a variable of its environment cannot be honored."""
+    """Return the exporter of an engine's spans, or None if `otlp_traces_endpoint` is not set.
+    Raises `InvalidConfig` if OpenTelemetry is not installed, or if one of its environment variables
+    has a value that is not supported."""
     if config.otlp_traces_endpoint is None:
         return None
     scores = files.pooling is not None and files.pooling.returns_scores
@@ -26,8 +27,8 @@ def open_telemetry(config: EngineConfig, files: ModelFiles) -> Telemetry | None:
 
 
 def load_telemetry() -> type[Telemetry]:
-    """Import OpenTelemetry, and return the adapter. Raises `InvalidConfig`, with the command that
-    installs OpenTelemetry, if it is missing."""
+    """Import OpenTelemetry, and return the class `Telemetry`, which depends on it. Raises
+    `InvalidConfig`, with the command that installs OpenTelemetry, if it is missing."""
     try:
         from nanoactor.telemetry.exporting import Telemetry
     except ModuleNotFoundError as error:

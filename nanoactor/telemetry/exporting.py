@@ -1,4 +1,4 @@
-"""Export of spans through OpenTelemetry's SDK. Imported only if telemetry is switched on."""
+"""Export of spans through OpenTelemetry's SDK. Imported only if telemetry is on."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from nanoactor.telemetry.spans import FinishedRequest, finished_request, spans_o
 log = logging.getLogger("nanoactor.telemetry")
 
 CLOSE_SECONDS = 3.0
-"""Maximum seconds that closing waits for the last spans to be sent."""
+"""Maximum time, in seconds, for which closing waits until the last spans are sent."""
 _PROTOCOL = "http/protobuf"
 _PROPAGATOR = TraceContextTextMapPropagator()
 _QUEUE_LOGGER = "opentelemetry.sdk._shared_internal"
@@ -46,12 +46,13 @@ _SDK_LOGGERS = (
 _RECORDS: contextvars.ContextVar[list[logging.LogRecord] | None] = contextvars.ContextVar(
     "records of the SDK", default=None
 )
-"""Records that the SDK logs while it works for us. It logs one for each lost batch and for each
-malformed header; we log one for the first loss."""
+"""Log records of the SDK that were intercepted in this context; None outside our calls. The SDK
+would log every lost batch and every malformed header, but we log only the first loss."""
 
 
 def _intercept_record(record: logging.LogRecord) -> bool:
-    """Keep a record from the log if it is ours; pass on what the SDK logs for other users."""
+    """Return whether the SDK's loggers may log a record. Store the records of our own calls in
+    `_RECORDS` instead, and pass on those of other users of the SDK."""
     records = _RECORDS.get()
     if records is not None:
         records.append(record)
@@ -75,14 +76,14 @@ def otlp_exporter(endpoint: str) -> SpanExporter:
 
 
 class _LossLog:
-    """Log of lost spans: one line for an engine, whatever happens later."""
+    """Log of lost spans. It contains one warning for each engine: the first loss."""
 
     def __init__(self, endpoint: str) -> None:
         self._endpoint = endpoint
         self._is_logged = False
 
     def note(self, reason: str) -> None:
-        """Log a loss unless one was logged before."""
+        """Log the reason for lost spans, unless a loss was logged before."""
         if not self._is_logged:
             self._is_logged = True
             log.warning(
@@ -93,7 +94,8 @@ class _LossLog:
 
 
 class _MonitoredExporter(SpanExporter):
-    """An exporter whose failures are noted, instead of logged by the SDK."""
+    """Wrapper of an exporter. It reports the first failure in our log, and keeps the SDK from
+    logging every one."""
 
     def __init__(self, exporter: SpanExporter, losses: _LossLog) -> None:
         self._exporter, self._losses = exporter, losses
@@ -101,7 +103,7 @@ class _MonitoredExporter(SpanExporter):
         """True if the latest batch was lost."""
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
-        """Export a batch, on the SDK's thread."""
+        """Export a batch of spans without raising errors. Called on the SDK's thread."""
         records: list[logging.LogRecord] = []
         token = _RECORDS.set(records)
         try:
@@ -120,7 +122,8 @@ class _MonitoredExporter(SpanExporter):
         return result
 
     def shutdown(self) -> None:
-        """Give up what is still being tried. May be called twice, and on any thread."""
+        """Shut down the exporter, and give up any attempt to send that is in progress. May be
+        called twice, and on any thread."""
         token = _RECORDS.set([])
         try:
             self._exporter.shutdown()
@@ -129,11 +132,13 @@ class _MonitoredExporter(SpanExporter):
 
 
 class Telemetry:
-    """Spans of the requests of one engine, or of one ingress."""
+    """Exporter of OpenTelemetry spans for the requests of one engine, or of one HTTP server in
+    front of several engines."""
 
     def __init__(self, endpoint: str, model: str, pooled: str) -> None:
-        """Start the SDK's thread, which sends spans. `pooled` is the operation of pooling requests.
-        Raises `InvalidConfig` if a variable of the environment is invalid."""
+        """Start the SDK's thread, which sends spans. `pooled` is the operation name of pooling
+        requests, "embeddings" or "score". Raises `InvalidConfig` if an environment variable of
+        OpenTelemetry is invalid."""
         self._model, self._pooled = model, pooled
         self._losses = _LossLog(endpoint)
         self._has_failed = False
@@ -152,7 +157,8 @@ class Telemetry:
     def instrument(
         self, make_entry: Callable[[int], Entry], origin: Origin
     ) -> Callable[[int], Entry]:
-        """Return a factory for the same journal entry, whose end is noted."""
+        """Return a function that creates the same journal entry (the record of a request's output)
+        as `make_entry`, and exports spans when the request ends."""
 
         def make_instrumented(uid: int) -> Entry:
             entry = make_entry(uid)
@@ -162,7 +168,8 @@ class Telemetry:
         return make_instrumented
 
     def end_callback(self, origin: Origin) -> Callable[[Entry], None]:
-        """Return a function that makes the spans of a request when it has ended."""
+        """Return a callback for the end of a request, which creates the request's spans and queues
+        them."""
         return functools.partial(self._note, origin)
 
     def _note(self, origin: Origin, entry: Entry) -> None:
@@ -205,8 +212,8 @@ class Telemetry:
         parent.end(to_epoch + _ns(whole.end))
 
     async def close(self) -> None:
-        """Send the spans that are queued; after `CLOSE_SECONDS`, or if the collector has not
-        answered before, give them up."""
+        """Send the queued spans, and wait until they are sent, for at most `CLOSE_SECONDS`. Do not
+        wait if the previous batch failed. Spans that have not been sent by then are lost."""
         closed, loop = asyncio.Event(), asyncio.get_running_loop()
 
         def notify_closed() -> None:
@@ -227,12 +234,12 @@ class Telemetry:
         self._exporter.shutdown()
 
     def abandon(self) -> None:
-        """Send the spans that are queued, without waiting: the engine was dropped."""
+        """Send the queued spans without waiting, because the engine was dropped."""
         self._shut_down(lambda: None)
 
     def _shut_down(self, then: Callable[[], None]) -> bool:
-        """Shut down the SDK's part on a thread that no end of the process waits for, and call
-        `then` there; return False if there is nothing to shut down."""
+        """Shut down the SDK on a daemon thread, which does not delay the end of the process, and
+        then call `then` on that thread. Return False if there is nothing to shut down."""
         provider, self._provider, self._tracer = self._provider, None, None
         if provider is None:
             return False
@@ -246,7 +253,8 @@ class Telemetry:
 
 
 def _resource() -> Resource:
-    """Return the resource that the environment describes. What it does not name is ours."""
+    """Return the OpenTelemetry resource that the environment variables describe, with our name and
+    version as defaults."""
     found, version = Resource.create(), Resource({SERVICE_VERSION: nanoactor.__version__})
     if str(found.attributes[SERVICE_NAME]).startswith("unknown_service"):  # the SDK's default
         found = found.merge(Resource({SERVICE_NAME: "nanoactor"}))

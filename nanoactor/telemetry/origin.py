@@ -13,27 +13,28 @@ PARENT, STATE = "traceparent", "tracestate"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Origin:
-    """Trace headers and door of a request."""
+    """Trace to which a request belongs, and data about the HTTP request that caused it, if any."""
 
     headers: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """W3C trace headers, by lowercase name. Malformed ones begin a new trace."""
+    """W3C trace headers, by lowercase name. If they are malformed, the request begins a new
+    trace."""
     is_http: bool = False
     """True if the request came over HTTP."""
     request_id: str = ""
     """Id of the HTTP request; empty if there is none."""
     model: str = ""
-    """The model's name for clients; empty if it is the engine's own."""
+    """Name of the model that clients use; empty for the name in the engine's configuration."""
 
 
 _EMPTY = Origin()
 ORIGIN: contextvars.ContextVar[Origin] = contextvars.ContextVar("origin", default=_EMPTY)
-"""Origin of requests that are submitted without `trace_headers`. A server sets it for each HTTP
-request, so that each of its routes has it without passing it on."""
+"""Origin of requests that are submitted without `trace_headers`. The HTTP server sets it for each
+of its requests, so that route handlers need not pass it on."""
 
 
 def origin_of(trace_headers: object) -> Origin:
-    """Return the origin of a request with these headers, or the ambient one if they are None.
-    Raises `InvalidRequest` unless they are a mapping from strings to strings."""
+    """Return the origin of a request with these trace headers, or the current value of `ORIGIN` if
+    they are None. Raises `InvalidRequest` unless they are a mapping from strings to strings."""
     if trace_headers is None:
         return ORIGIN.get()
     if not isinstance(trace_headers, Mapping) or not all(

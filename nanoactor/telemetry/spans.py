@@ -1,4 +1,4 @@
-"""Spans of a finished request, described without OpenTelemetry."""
+"""Spans of a finished request, in a form that does not depend on OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ from nanoactor.telemetry.origin import Origin
 
 Value = str | float | Sequence[str]
 _DECIMAL_PLACES = 6
-"""Digits of the sampling parameters, which are stored as float32: 0.7 is not 0.699999988."""
+"""Number of decimal places to which sampling parameters are rounded. They are stored as float32, so
+that 0.7 would otherwise become 0.699999988."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class FinishedRequest:
-    """Statistics of a finished request, never with text of its prompt or output. Times are in
-    seconds of `time.monotonic()`, and None if the request ended before that stage or the time is
-    unknown."""
+    """Statistics of a finished request, for its spans. They contain no text of the prompt or the
+    output. Times are `time.monotonic()` in seconds; None if the request ended before that stage or
+    the time is unknown."""
 
     request_id: str
     model: str
@@ -37,16 +38,18 @@ class FinishedRequest:
     cached_tokens: int = 0
     output_tokens: int = 0
     finish_reasons: tuple[str, ...] = ()
-    """For each sequence "stop", "length", "abort" or "error"; empty if nothing is generated."""
+    """Finish reason of each sequence: "stop", "length", "abort" or "error". Empty for pooling
+    requests, which generate no text."""
     parameters: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Sampling parameters, by their names in the conventions."""
+    """Sampling parameters, by their names in OpenTelemetry's GenAI conventions, without the prefix
+    `gen_ai.request.`."""
     error: str = ""
     """Class of the error that ended the request; empty if there was none."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Span:
-    """Description of a span; times are in seconds of `time.monotonic()`."""
+    """Description of a span. Times are `time.monotonic()` in seconds."""
 
     name: str
     start: float
@@ -56,8 +59,8 @@ class Span:
 
 
 def finished_request(entry: Entry, model: str, pooled: str, origin: Origin) -> FinishedRequest:
-    """Collect the statistics of a journal entry that has just ended. `pooled` is the operation of
-    its pooling requests."""
+    """Collect the statistics of a request that has just ended from its journal entry, the record of
+    its output. `pooled` is the operation name of pooling requests, "embeddings" or "score"."""
     metrics, spec, error = entry.metrics, entry.submit.spec, entry.error
     if entry.aborted and isinstance(error, EngineClosed):
         error = None  # its caller had ended it before the engine was closed
@@ -103,8 +106,8 @@ def _parameters(entry: Entry) -> dict[str, float]:
 
 
 def spans_of(request: FinishedRequest) -> list[Span]:
-    """Return the span of a request, followed by those of its stages, its children. A stage whose
-    start or end is not known has no span."""
+    """Return the span of a request, followed by its child spans, one each for queue, prefill and
+    decode. A stage without a known start or end has no span."""
     # The times come from several processes, so keep each stage from starting before the last ended.
     ends = max(request.arrival, request.finished)
     scheduled, first, last = _in_order(
@@ -134,7 +137,8 @@ def spans_of(request: FinishedRequest) -> list[Span]:
 def _in_order(
     minimum: float, times: Iterable[float | None], maximum: float
 ) -> Iterator[float | None]:
-    """Yield the times, moved so that none precedes an earlier one or is out of bounds."""
+    """Yield the times, adjusted so that they never decrease and stay between `minimum` and
+    `maximum`. None stays None."""
     for time_ in times:
         if time_ is not None:
             minimum = min(max(minimum, time_), maximum)
@@ -148,7 +152,8 @@ def _duration(start: float | None, end: float | None) -> float | None:
 def _attributes(
     request: FinishedRequest, latencies: Mapping[str, float | None]
 ) -> dict[str, Value]:
-    """Return attributes by the GenAI conventions; for what they do not name, by vLLM's names."""
+    """Return a request's span attributes, named as in OpenTelemetry's GenAI conventions, or as in
+    vLLM where these have no name. `latencies` are in seconds; unknown ones (None) are left out."""
     found: dict[str, Value] = {
         "gen_ai.operation.name": request.operation,
         "gen_ai.provider.name": "nanoactor",

@@ -1,4 +1,4 @@
-"""Tokens that extend a `tokenizer.json`: transformers reads them from other files of the model."""
+"""Tokens that a model's other files add to those of its `tokenizer.json`, as in transformers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ADDED_TOKENS = "added_tokens.json"
 
 
 def add_tokens(tokenizer: Tokenizer, directory: Path) -> None:
-    """Add the tokens that a model's other files list to the tokenizer loaded from its
-    `tokenizer.json`.
+    """Add to `tokenizer`, which was loaded from the `tokenizer.json` in `directory`, the tokens
+    that only the model's other files list.
 
     New tokens get the next free ids, in the order that transformers' `TokenizersBackend` uses.
     Raises `ModelError` if a file is malformed, or if it lists a token under a different id than it

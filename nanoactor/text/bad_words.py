@@ -22,8 +22,9 @@ def spellings(words: Sequence[str]) -> list[str]:
 def with_bad_words(
     rules: TokenRules, words: Sequence[str], encode: Callable[[str], Sequence[int]]
 ) -> TokenRules:
-    """Return a copy of the rules that forbids words: each as it is and with a leading space, which
-    tokenizers encode differently. Raises `InvalidRequest` for a word with too many tokens."""
+    """Return a copy of `rules` that also forbids `words`: each word as it is and with a leading
+    space, because tokenizers encode a word differently inside a text. Raises `InvalidRequest` for a
+    word of more than `MAX_BAD_WORD_TOKENS` tokens."""
     sequences: dict[tuple[int, ...], None] = {}
     for word in words:
         for text in spellings([word]):
@@ -43,7 +44,7 @@ def with_bad_words(
 
 
 def check_tokens_remain(rules: TokenRules, stopping: Stopping) -> None:
-    """Raise `InvalidRequest` if the rules of a request forbid every token at the first position."""
+    """Raise `InvalidRequest` if a request's rules forbid every possible first output token."""
     allowed = set(rules.allowed_ids.tolist())
     if not allowed:
         return

@@ -15,12 +15,13 @@ from typing import Any, Literal
 from nanoactor.errors import InvalidRequest
 
 TEXT_PARTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
-"""Types of content parts with text, each mapped to the member that contains the text."""
+"""Types of content parts that contain text, and the field of the part in which each type stores
+it."""
 REASONING_PARTS = {"thinking": "thinking", "reasoning": "text"}
-"""Types of content parts with an assistant's earlier reasoning, each mapped to the member that
-contains it."""
+"""Types of content parts that contain an assistant's earlier reasoning, and the field of the part
+in which each type stores it."""
 REASONING_NAMES = ("reasoning_content", "thinking", "reasoning")
-"""Names under which a message may contain the assistant's reasoning. The first one present is used,
+"""Fields in which a message may contain the assistant's reasoning. The first one present is used,
 as in transformers."""
 _ROLE_OF_MEMBER = {
     "tool_calls": "assistant",
@@ -37,19 +38,20 @@ NullContent = Literal["absent", "none", "empty"]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Forms:
-    """The forms of messages that a model's chat template reads, as `detect_forms` finds them."""
+    """The forms in which a model's chat template expects messages, as detected by
+    `detect_forms`."""
 
     part_roles: tuple[str, ...] = ()
-    """Roles whose content may be a list of text parts. For other roles, the parts are joined to one
-    text."""
+    """Roles whose content may be a list of text parts. For other roles, the parts are joined into
+    one string."""
     single_roles: tuple[str, ...] = ()
     """Roles whose content must be a list of exactly one text part."""
     accepts_text_arguments: bool = False
-    """True if call arguments that are JSON text appear unchanged in the prompt."""
+    """True if a tool call's arguments may be JSON text, which appears unchanged in the prompt."""
     accepts_object_arguments: bool = True
-    """True if call arguments may be a JSON object (a dict)."""
+    """True if a tool call's arguments may be a JSON object (a dict)."""
     null_content: NullContent = "absent"
-    """How to express null content: omit the member, or set it to None or to an empty string."""
+    """How to represent null content: without the field, as None, or as an empty string."""
     supports_developer: bool = False
     """True if the template supports the role "developer"; otherwise, "system" replaces it."""
 
@@ -124,8 +126,8 @@ def _check_calls(calls: Any) -> None:
 
 
 def depends_on_forms(messages: Sequence[Mapping[str, Any]]) -> bool:
-    """Return True if a message has a member that different templates expect in different forms:
-    content that is not text, tool calls, or the role "developer"."""
+    """Return True if a message contains something that templates expect in different forms: tool
+    calls, content that is not a string, or the role "developer"."""
     return any(
         not isinstance(message.get("content"), str)
         or message.get("tool_calls")
@@ -135,8 +137,9 @@ def depends_on_forms(messages: Sequence[Mapping[str, Any]]) -> bool:
 
 
 def fit_messages(messages: Sequence[Mapping[str, Any]], forms: Forms) -> list[dict[str, Any]]:
-    """Convert messages to the forms in `forms`. Content that already has a valid form is kept,
-    unknown members keep their order, and null members are omitted."""
+    """Convert messages to the forms that a template expects. Content that already has a valid form
+    is kept, and unknown fields keep their order. Null fields are omitted, except for null content,
+    which is represented as in `forms.null_content`."""
     return [_fit_message(message, forms) for message in messages]
 
 
@@ -163,7 +166,7 @@ def _fit_message(given: Mapping[str, Any], forms: Forms) -> dict[str, Any]:
 
 def _split_reasoning(content: Sequence[Any]) -> tuple[list[Any], str]:
     """Separate reasoning from other content parts. Return the other parts, and the reasoning as one
-    text."""
+    string, which is empty if there is none."""
     parts, reasoning = [], []
     for part in content:
         name = REASONING_PARTS.get(str(part.get("type"))) if isinstance(part, Mapping) else None
@@ -175,8 +178,9 @@ def _split_reasoning(content: Sequence[Any]) -> tuple[list[Any], str]:
 
 
 def _fit_parts(parts: list[Any], role: str, forms: Forms) -> Any:
-    """Convert content parts to a list of `{"type": "text", ...}`, or join them with line breaks, as
-    vLLM does. If any part is not text, always return a list."""
+    """Convert content parts to the form that the template expects for `role`: a list of parts, or
+    one string with the parts joined by line breaks, as in vLLM. If any part is not text, always
+    return a list."""
     fitted = [_fit_part(part) for part in parts]
     if role in forms.part_roles or any(part.get("type") != "text" for part in fitted):
         return fitted
@@ -228,8 +232,8 @@ def _parse_arguments(arguments: str) -> Any:
 
 
 def append_marker(messages: list[dict[str, Any]], marker: str) -> tuple[list[dict[str, Any]], str]:
-    """Append a unique marker to the content of the last message. Return the messages, and the
-    content's text without the marker.
+    """Append a unique marker to the content of the last message. Return the messages, and the text
+    that precedes the marker.
 
     `messages` must come from `fit_messages`. Raises `InvalidRequest` if the content has no text to
     continue.
@@ -302,8 +306,8 @@ def detect_forms(render_probe: RenderProbe, source: str) -> Forms:
 
 
 def _argument_forms(render_probe: RenderProbe) -> tuple[NullContent, bool, bool]:
-    """Return the replacement for null content, whether call arguments may be text, and whether they
-    may be objects."""
+    """Return the form of null content that the template expects, whether call arguments may be JSON
+    text, and whether they may be objects."""
     contents: dict[NullContent, dict[str, Any]] = {
         "absent": {},
         "none": {"content": None},
@@ -336,8 +340,8 @@ def tool_call_conversation(content: Mapping[str, Any], arguments: Any) -> list[d
 def _renders_unchanged(
     render_probe: RenderProbe, role: str, content: str | list[dict[str, str]]
 ) -> bool:
-    """Return True if the template copies the texts in `content` to the prompt, and not as a Python
-    repr of a list."""
+    """Return True if the template copies the texts in `content` to the prompt verbatim, rather than
+    as the repr of a Python list."""
     message = {"role": role, "content": content}
     before: list[dict[str, Any]] = []
     if role == "assistant":

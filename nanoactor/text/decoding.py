@@ -1,6 +1,6 @@
 """Incremental decoding of token ids to text.
 
-The concatenation of all pieces equals the text of all ids decoded at once. For byte-level
+The returned pieces of text, concatenated, equal the text of all ids decoded at once. For byte-level
 tokenizers (Qwen's, GPT's), each id stands for a few bytes, and an incremental UTF-8 decoder
 converts them in constant time. For other tokenizers, each new token is decoded together with the
 tokens before it, and the text that is already known is removed.
@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # not needed in the user's process, which imports this module
 
 
 class IncrementalDecoder(Protocol):
-    """Decoder of one request's output, which holds the state between tokens."""
+    """Decoder of one request's output that keeps its state between tokens."""
 
     standalone_texts: Mapping[int, str]
     """Texts of the tokens that decode independently of their neighbors, by token id. While
@@ -33,12 +33,11 @@ class IncrementalDecoder(Protocol):
         """Append a token. Return the text that became final, which may be empty."""
 
     def finish(self) -> str:
-        """Return the remaining text, after the last token."""
+        """Return the remaining text. Call this after the last token."""
 
 
 class DecoderFactory:
-    """Creates the decoders of all requests for one tokenizer, and holds the tables that they
-    share."""
+    """Creates a decoder for each request, with tables that all decoders of a tokenizer share."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
@@ -51,13 +50,13 @@ class DecoderFactory:
         self._fallback = frozenset(i for t, i in vocabulary.items() if _is_byte_fallback(t))
         ordinary = (i for t, i in vocabulary.items() if t.isascii() and t.isalpha())
         self._anchor = min(ordinary, default=0)
-        """An ordinary token, which is put before a token that must not be decoded as the first
-        one."""
+        """An ordinary token that is decoded before another one, so that the other one does not
+        start the text."""
         self._pieces: dict[int, bytes] = {}
 
     def piece(self, token: int) -> bytes:
-        """Return the bytes of a single token. For a special token, these are the bytes of its
-        name."""
+        """Return the bytes of a single token. For a special token, these are the bytes of its name;
+        for an unknown id, there are none."""
         if self._table is not None:
             return self._table.get(token, b"")
         if token not in self._pieces:

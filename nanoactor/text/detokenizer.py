@@ -42,8 +42,8 @@ class _Entry:
     decoder: IncrementalDecoder | None
     matcher: StopMatcher
     standalone_texts: Mapping[int, str]
-    """Texts of tokens that need no decoder and no matcher, by token id. Valid only while the
-    decoder has no pending text. Empty if the request has stop strings."""
+    """Texts of the tokens that may bypass the decoder and the matcher, by token id. Valid only
+    while the decoder has no pending text. Empty if the request has stop strings."""
     tokens: int
     """Number of output tokens processed, which is also the index of the next token."""
     prompt: Int32
@@ -56,8 +56,9 @@ class _Entry:
     characters_to_skip: int = 0
     """Number of characters to drop because they were already sent before a restart."""
     ended: bool = False
-    """True once a stop string has been found. Later text is dropped. The terminal is sent only
-    after the scheduler's `Finish`, because the request's KV blocks are released at that time."""
+    """True once a stop string has been found. Later text is dropped. The final `Terminal` message
+    is sent only after the scheduler's `Finish`, because the request's KV blocks are released at
+    that time."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -78,14 +79,15 @@ _NOTHING_HIDDEN: Mapping[int, int] = {}
 
 
 def _last_indices(event: Tokens, uids: list[int]) -> dict[int, int]:
-    """Return the index of each request's last token in the step, by uid."""
+    """Return, by uid, the output index of the last token that a step computed for each request in
+    `uids`."""
     pairs = zip(event.uids.tolist(), event.indices.tolist(), strict=True)
     return {uid: index for uid, index in pairs if uid in uids}
 
 
 class Detokenizer:
-    """Decoding state of all requests, and their pending output. Until the frontend reads it, the
-    output of a request is merged into one delta."""
+    """Decoding state and pending output of all requests. A request's output accumulates until
+    `pop_delta` removes it for the frontend."""
 
     def __init__(self, decoders: DecoderFactory | None) -> None:
         """Create a detokenizer without requests. With `decoders=None`, only token ids are
@@ -98,8 +100,8 @@ class Detokenizer:
         """Ids of the requests that a stop string has ended. The owner clears the list."""
 
     def open(self, event: Open) -> None:
-        """Add a request. If it continues earlier output, decode that output again to restore the
-        state."""
+        """Add a request. If the message contains output tokens from before a restart, decode them
+        again to restore the state."""
         decoder = None
         if self._decoders is not None and event.options.detokenize:
             decoder = self._decoders.new(event.options.skip_special)
@@ -202,7 +204,8 @@ class Detokenizer:
             self.stopped.append(uid)
 
     def _decode(self, entry: _Entry, token: int) -> str:
-        """Decode a token. Return the text that cannot be part of a stop string."""
+        """Decode a token. Return the text that may be sent, because it can no longer be part of a
+        stop string."""
         early = entry.tokens < entry.options.min_tokens
         entry.tokens += 1
         text = entry.decoder.push(token) if entry.decoder else ""
@@ -220,8 +223,8 @@ class Detokenizer:
             pending.text.append(text)
 
     def _finish(self, finish: Finish) -> None:
-        """Add a request's remaining text and its terminal to the pending output. If a stop string
-        was found, it determines the finish reason."""
+        """Add a request's remaining text and its `Terminal` message to the pending output. If a
+        stop string was found, it determines the finish reason."""
         entry = self._entries.pop(finish.uid, None)
         reason, stop_reason, error = finish.reason, finish.stop_reason, finish.error
         tokens = characters = 0
@@ -256,10 +259,11 @@ class Detokenizer:
     # -- output for the frontend ----------------------------------------------------------
 
     def pop_delta(self, budget: int) -> OutputDelta | None:
-        """Remove up to about `budget` bytes of pending output and return them as one delta. Return
-        None if nothing is pending.
+        """Remove up to about `budget` bytes of pending output and return them as one delta (a
+        message with new output). Return None if nothing is pending.
 
-        Output over the budget is split, and the terminal is in the last part.
+        Output over the budget is left for later deltas. A request's last delta contains its
+        `Terminal`, which has the finish reason.
         """
         builder = _DeltaBuilder(budget, None if self._decoders is None else self._decoders.piece)
         complete = 0
@@ -293,8 +297,8 @@ class Detokenizer:
 
 
 class _DeltaBuilder:
-    """A delta that is being filled. `budget` is the number of bytes, approximately, that still
-    fit."""
+    """Builder of an `OutputDelta`, a message with new output for the frontend. `budget` is the
+    approximate number of bytes that still fit."""
 
     def __init__(self, budget: int, piece: Callable[[int], bytes] | None) -> None:
         """Create an empty delta. `piece` returns the bytes of a token; None if there is no
@@ -375,8 +379,9 @@ class _DeltaBuilder:
 
 
 def _split(text: str, ids: list[int], budget: int) -> tuple[str, list[int]]:
-    """Return the part of a text and of its ids that fits into `budget` bytes. A character counts as
-    four bytes, the maximum in UTF-8."""
+    """Return the leading parts of a text and of its ids that fit into `budget` bytes, but at least
+    one character and one id. A character counts as four bytes, the maximum in UTF-8, and so does an
+    id."""
     if 4 * len(text) + 4 * len(ids) <= budget:
         return text, ids
     length = max(1, budget // 8)

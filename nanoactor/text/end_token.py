@@ -56,8 +56,9 @@ def end_token(directory: Path) -> EndToken | None:
 
 
 def _find_token_id(file: Path, text: str) -> int | None:
-    """Return the id of a token in a `tokenizer.json`, or None. Added tokens are searched first,
-    because they usually include it, and reading a vocabulary takes longer."""
+    """Return the id of a token in a `tokenizer.json`; None if it is not there or the file is
+    unreadable. Added tokens are searched first, because they usually include the end-of-sequence
+    token, and reading a vocabulary takes longer."""
     check_file(file)
     try:
         content = file.read_bytes()

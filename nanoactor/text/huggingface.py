@@ -30,7 +30,8 @@ log = logging.getLogger("nanoactor.tokenizer")
 
 _TOKENIZER = "tokenizer.json"
 _SOURCES = (("tokenizer.model",), ("vocab.json", "merges.txt"))
-"""Groups of files. From each complete group, transformers can create a `tokenizer.json`."""
+"""Groups of files. If all files of a group exist, transformers can create a `tokenizer.json` from
+them."""
 _DESCRIPTIONS = (
     "config.json",
     "tokenizer_config.json",
@@ -66,7 +67,8 @@ def load_pretrained(directory: Path, **options: Any) -> PreTrainedTokenizerBase:
 
 
 def _reason(error: BaseException, outer: BaseException | None) -> BaseException:
-    """Return the error during whose handling an `ImportError` was raised, or `error` itself.
+    """Return the original error if transformers raised an `ImportError` while handling it. Return
+    any other `error` unchanged.
 
     transformers 4 and 5.0 look for protobuf whenever they handle an error. If protobuf is missing,
     they raise an error about that, whatever is wrong with the files. `outer` is the error that the
@@ -88,8 +90,8 @@ class LazyTokenizer:
         self._loaded: PreTrainedTokenizerBase | None = None
 
     def load(self, directory: Path) -> PreTrainedTokenizerBase:
-        """Return the tokenizer, the same object each time. Raises the errors of
-        `load_pretrained`."""
+        """Return the tokenizer, the same object each time; `directory` is read only by the first
+        call. Raises the errors of `load_pretrained`."""
         with self._lock:
             if self._loaded is None:
                 self._loaded = load_pretrained(directory)
@@ -100,8 +102,9 @@ def find_tokenizer(directory: Path, timeout: float) -> Path:
     """Return the directory with a model's `tokenizer.json`, special tokens and chat template.
 
     This is the model's own directory if it contains a `tokenizer.json`. Otherwise, transformers
-    converts the model's files to a directory in the user's cache, within `timeout` seconds. Later
-    calls use the cached files. Raises `ModelError` if the conversion fails.
+    converts the model's files within `timeout` seconds. The result is stored in the user's cache
+    for later calls, or in a temporary directory if the cache is not writable. Raises `ModelError`
+    if the conversion fails.
     """
     if (directory / _TOKENIZER).exists():
         return directory
@@ -190,8 +193,9 @@ def _run_conversion(directory: Path, target: str, timeout: float) -> None:
 
 
 def convert(parent: int, directory: str, target: str) -> None:
-    """Convert a tokenizer and write the files of `_OUTPUTS` to `target`. This is the main function
-    of a process. If the conversion fails, the last line of its output is the error."""
+    """Convert a tokenizer and write the files of `_OUTPUTS` to `target`. Runs as the main function
+    of a process, which ends if the process with the id `parent` does. If the conversion fails, the
+    last line on standard error is the reason."""
     die_with_parent(parent, "convert")
     # Hide torch: it takes seconds to load, and tokenizers do not need it.
     sys.modules["torch"] = None  # type: ignore[assignment]

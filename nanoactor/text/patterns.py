@@ -1,8 +1,9 @@
-"""Detection of tokenizers whose time and memory are bounded by the length of the text.
+"""Detection of tokenizers that need a bounded amount of time and memory for a text of a given
+length.
 
 A `tokenizer.json` may contain regular expressions, which the library matches by backtracking, and
-replacements, which may multiply the length of a text. Tokenizers that are known to be so bounded
-run in the actor's own process, others in a disposable child process (`renderer.py`).
+replacements, which may multiply the length of a text. Tokenizers that are known to be bounded run
+in the actor's own process, others in a disposable child process (`renderer.py`).
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ _BOUNDED_PATTERNS = frozenset(
         r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
     }
 )
-"""Split patterns that scan a run of characters once or twice: those of GPT-2, Qwen and Llama 3, and
-one that keeps combining marks with letters."""
+"""Regular expressions for splitting a text that scan each run of characters at most twice: those of
+GPT-2, Qwen and Llama 3, and one that keeps combining marks with letters."""
 _SINGLE_RUN = re.compile(
     r"(\\[swdSWD]|\[[^\[\]]*\]|\\p\{\w+\}|[^\\()\[\]{}|*+?.^$])(\+|\*|\?|\{\d+(,\d*)?\})"
 )
@@ -75,7 +76,8 @@ def is_bounded(tokenizer: Mapping[str, Any]) -> bool:
 
 
 def _parts(step: Any, name: str) -> Iterator[Mapping[str, Any]]:
-    """Yield a pipeline step. If it is a sequence, yield its parts instead, recursively."""
+    """Yield a pipeline step. If it is a sequence, yield the parts listed under its key `name`
+    instead, recursively. Yield nothing for None."""
     if step is None:
         return
     if step.get("type") == "Sequence":

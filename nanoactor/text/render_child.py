@@ -1,5 +1,5 @@
-"""Main program of the child process that runs a chat template, and any tokenizer that is not known
-to be bounded.
+"""Main program of the child process that runs a chat template, and any tokenizer that may need
+unbounded time or memory.
 
 It reads requests from standard input and writes replies to standard output. Each message is an
 8-byte length followed by JSON. The process ends when its input ends.

@@ -96,7 +96,8 @@ class _Child:
             self.process.stdin.flush()
 
     def answer(self, limit: float) -> Any:
-        """Wait for the child's answer, for up to `limit` seconds of its CPU time.
+        """Return the child's reply. Wait for it for up to `limit` seconds of the child's CPU time,
+        or ten times as long by the wall clock.
 
         Raises `TimeLimitExceeded` after that time, and `_ChildEnded` if the child has ended.
         """
@@ -302,8 +303,9 @@ class RenderQueue:
         return found
 
     def render(self, number: int, messages: str, options: str, done: Done) -> None:
-        """Queue a conversation for rendering. `done` is called on the queue's thread. If the model
-        has no template, `done` is called immediately, with the error."""
+        """Queue a conversation for rendering. `number` identifies the job for `cancel`. `done` is
+        called on the queue's thread. If the model has no template, `done` is called immediately,
+        with the error."""
         if not self._has_template:
             text = "the model has no chat template; give a text prompt instead of messages"
             done(InvalidRequest(text))
@@ -311,14 +313,16 @@ class RenderQueue:
         self._put(number, ["render", messages, options], done)
 
     def encode(self, number: int, pieces: Sequence[Piece], done: Done) -> None:
-        """Queue texts for a tokenizer whose time and memory are not known to be bounded. `done` is
-        called on the queue's thread with a list of token ids per text."""
+        """Queue texts to be tokenized in the child process, because the tokenizer may need
+        unbounded time or memory. `done` is called on the queue's thread with a list of token ids
+        per text."""
         self._put(number, ["encode", [*pieces]], done)
 
     def spans(self, number: int, prompts: Sequence[Any], done: Done) -> None:
-        """Queue prompts (texts or token ids) to find the position of each token, for a tokenizer
-        whose time and memory are not known to be bounded. `done` is called on the queue's thread
-        with a list of one pair per prompt: the two parts of its `Spans`, each as a list."""
+        """Queue prompts (texts or token ids) to find the position of each token, in the child
+        process, because the tokenizer may need unbounded time or memory. `done` is called on the
+        queue's thread with one pair of lists per prompt: the bytes of its first token, and the
+        index in the text at which each token starts."""
         self._put(number, ["spans", [*prompts]], done)
 
     def _put(self, number: int, request: list[Any], done: Done) -> None:

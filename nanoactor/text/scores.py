@@ -1,5 +1,5 @@
-"""Conversion of log-probabilities on their way from the scheduler to the user, with the bytes of
-their tokens."""
+"""Conversion of log-probabilities between the messages that carry them from the scheduler to the
+user. The detokenizer adds the bytes of their tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nanoactor.messages.scores import RequestScores, TokenScores, ToldScores
 from nanoactor.requests.outputs import Logprob
 
 MAX_PIECE = 1024
-"""Maximum number of bytes reported per token. No vocabulary that we know has longer tokens."""
+"""Maximum number of bytes reported per token. No known vocabulary has longer tokens."""
 
 
 class Score(NamedTuple):
@@ -117,7 +117,7 @@ class ReportedRun(NamedTuple):
 
 
 def reported_runs(message: ToldScores) -> Iterator[ReportedRun]:
-    """Unpack a message from the detokenizer, one item per run."""
+    """Yield the runs of scores in a message from the detokenizer."""
     scores = message.scores
     pieces = _pieces(message)
     logprobs, ranks = scores.logprobs.tolist(), scores.ranks.tolist()

@@ -23,13 +23,14 @@ class SpanFinder:
         self._decoders = DecoderFactory(tokenizer)
 
     def of_ids(self, token_ids: Sequence[int]) -> Spans:
-        """Return the spans of token ids in the text that they decode to, special tokens
-        included."""
+        """Return the positions of token ids in the text that they decode to, special tokens
+        included. There must be at least one id."""
         return self._decoders.piece(token_ids[0]), self._decode_with_starts(token_ids)[1]
 
     def of_text(self, text: str) -> Spans:
-        """Return the spans of a text's tokens. If the tokens decode to a different text, because
-        the tokenizer normalizes it or adds a token, use the offsets that the tokenizer reports."""
+        """Return the positions of a text's tokens. If the tokens decode to a different text,
+        because the tokenizer normalizes it or adds a token, use the offsets that the tokenizer
+        reports."""
         # Imported here because the user's process imports this module.
         from nanoactor.text.tokenizer import as_request_errors
 

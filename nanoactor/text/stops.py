@@ -1,10 +1,12 @@
-"""Detection of stop strings in streamed text. Text that may be the start of one is held back."""
+"""Detection of stop strings in streamed text. Text that may be the start of a stop string is held
+back."""
 
 from __future__ import annotations
 
 
 class StopMatcher:
-    """Finds stop strings in a text that arrives in pieces. The result does not depend on the split.
+    """Finds stop strings in a text that arrives in pieces. The result does not depend on where the
+    text is split.
 
     The match that ends first is used, and the longest of several that end at the same position.
     """
@@ -42,7 +44,7 @@ class StopMatcher:
         return end, stop
 
     def _partial_match_length(self, text: str) -> int:
-        """Return the length of the longest suffix of `text` with which a stop string begins."""
+        """Return the length of the longest suffix of `text` that is the start of a stop string."""
         max_size = max(len(stop) for stop in self._stops) - 1
         for size in range(min(max_size, len(text)), 0, -1):
             suffix = text[-size:]

@@ -1,4 +1,5 @@
-"""A model's chat template: renders conversations to prompts, and detects what it supports."""
+"""A model's chat template: rendering of conversations to prompts, and detection of the features
+that the template supports."""
 
 from __future__ import annotations
 
@@ -52,12 +53,13 @@ class TemplateFacts:
     """True if the messages, and not only the options, determine whether reasoning follows."""
 
     def effective_thoughts(self, thoughts: Thoughts) -> Thoughts:
-        """Return `thoughts`, a result of `thoughts_after`. If it is "optional" but the model cannot
-        reason, return "none"."""
+        """Return `thoughts`, a result of `thoughts_after`, but "none" instead of "optional" if the
+        model cannot reason."""
         return "none" if thoughts == "optional" and not self.has_reasoning else thoughts
 
     def check(self, options: Mapping[str, Any]) -> None:
-        """Raise `InvalidRequest` for a template option that has no effect."""
+        """Raise `InvalidRequest` for an option that the template does not read, so that it would
+        have no effect."""
         if options.get("tools") and not self.renders_tools:
             raise InvalidRequest(
                 "tools cannot be used because the model's chat template does not show them "
@@ -179,7 +181,8 @@ class ChatTemplate:
         return bool(expected.strip()) and self._image_placeholder([*before, result]) == expected
 
     def _image_placeholder(self, messages: list[Any]) -> str:
-        """Return the text that these messages render in place of the image in `_WITH_PICTURE`."""
+        """Return the text that the template writes for the image in `_WITH_PICTURE`, which
+        `messages` must contain. Empty if the template rejects them."""
         _, _, rest = self._try_render(messages, {}).partition(_BEFORE)
         return rest.partition(_AFTER)[0]
 
@@ -192,10 +195,10 @@ class ChatTemplate:
     def render(self, messages: list[Any], options: Mapping[str, Any]) -> str:
         """Render messages to a prompt.
 
-        `options` are passed to the template. `add_generation_prompt` is true unless it is set. The
-        option `continue_final_message` ends the prompt where the last message ends, as in
-        transformers. Raises `InvalidRequest` if the model has no template, or if the template
-        rejects the messages.
+        `options` are passed to the template. The option `continue_final_message` ends the prompt
+        where the last message ends, as in transformers. `add_generation_prompt` defaults to False
+        with that option and to True otherwise. Raises `InvalidRequest` if the model has no
+        template, or if the template rejects the messages.
         """
         name = "tool_use" if options.get("tools") and "tool_use" in self._templates else "default"
         if name not in self._templates:
@@ -258,7 +261,7 @@ class ChatTemplate:
             raise InvalidRequest(f"the chat template rejects these messages: {reason}") from error
 
     def _join_bounded(self, pieces: Iterator[str]) -> str:
-        """Join pieces to one text. Raises `InvalidRequest` if it exceeds the maximum length."""
+        """Join pieces into one string. Raises `InvalidRequest` if it exceeds the maximum length."""
         parts, size = [], 0
         for piece in pieces:
             size += len(piece)

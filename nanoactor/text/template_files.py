@@ -30,7 +30,8 @@ _PROCESSOR_FILES = (PROCESSOR_CONFIG, "preprocessor_config.json")
 precedence over the tokenizer's, as in transformers."""
 _QWEN = dict.fromkeys(("unk_token", "eos_token", "pad_token"), "<|endoftext|>")
 _DEFAULTS = {"Qwen2Tokenizer": _QWEN, "Qwen2TokenizerFast": _QWEN}
-"""Special tokens by transformers class, used unless the model's files define others."""
+"""Special tokens by name, for each tokenizer class of transformers. Used unless the model's files
+define others."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,8 +72,8 @@ def read_template_files(directory: Path, template: str | None = None) -> Templat
 
 
 def _find_templates(directory: Path, config: Mapping[str, Any]) -> dict[str, dict[str, str]]:
-    """Return the sources of templates by name, for each file that has any, in order of
-    precedence."""
+    """Return, for each file that contains templates, their sources by template name. The files are
+    in order of precedence."""
     has_processor = any((directory / name).exists() for name in _PROCESSOR_FILES)
     jinja = _read_jinja_files(directory)
     legacy = _templates_by_name(optional_json(directory / LEGACY_TEMPLATE).get("chat_template"))
@@ -102,8 +103,8 @@ def _text(path: Path) -> str:
 
 
 def _templates_by_name(given: Any) -> dict[str, str]:
-    """Convert a template setting to a dict from template names to sources. The setting is a text, a
-    list of named templates, a dict or None."""
+    """Convert a template setting to a dict from template names to sources. The setting is a string,
+    a list of named templates, a dict or None."""
     if given is None:
         return {}
     found = {"default": given} if isinstance(given, str) else given
@@ -116,7 +117,7 @@ def _templates_by_name(given: Any) -> dict[str, str]:
 
 def special_tokens(directory: Path, config: Mapping[str, Any]) -> dict[str, str]:
     """Return the special tokens of a model by name, from the tokenizer's `config` and the model's
-    other files. They include tokens of a particular model, such as `image_token`."""
+    other files. Names that only some models have, such as `image_token`, are included."""
     named: dict[str, Any] = {**_DEFAULTS.get(str(config.get("tokenizer_class")), {})}
     named |= {name: value for name, value in config.items() if name.endswith("_token")}
     extra = config.get("extra_special_tokens")

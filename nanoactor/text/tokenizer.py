@@ -59,8 +59,8 @@ class TextEncoder:
     """Encodes prompts to token ids, and decodes ids to text."""
 
     def __init__(self, directory: Path, reserved: Sequence[int] = ()) -> None:
-        """Load the tokenizer. `reserved` are the ids of placeholders for media, which may be
-        written only by the chat template and not by a user's text."""
+        """Load the tokenizer. `reserved` are the ids of placeholders for media, which only the chat
+        template may write. In a user's text, their names are ordinary text."""
         self._tokenizer = load_tokenizer(directory)
         self.is_bounded = is_bounded(_pipeline_json(self._tokenizer))
         """True if encoding takes time and memory that are bounded by the length of the text. If
@@ -106,7 +106,8 @@ class TextEncoder:
         return self.join_pieces(text, self.encode(self.split_rendered(text)))
 
     def split_rendered(self, text: str) -> list[Piece]:
-        """Split a rendered conversation at the markers. Return only the texts between them."""
+        """Split a rendered conversation at the markers that `hide_placeholders` inserted. Return
+        only the texts between them."""
         return [(piece, False) for piece in self._split(text) if piece not in self._marker_ids]
 
     def join_pieces(self, text: str, ids: Sequence[Sequence[int]]) -> Int32:

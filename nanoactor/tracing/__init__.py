@@ -23,7 +23,7 @@ class Trace:
     """Number of output tokens since the engine was started."""
 
     def summary(self) -> TraceSummary:
-        """Summarize the spans of the trace."""
+        """Return the utilization, waiting times and bottleneck that follow from the trace."""
         return summarize(self.nodes, self.output_tokens)
 
     def save(self, path: str | Path) -> None:

@@ -20,10 +20,11 @@ Event = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Span:
-    """A span of a track, together with its kind."""
+    """A span (an interval of work) of an actor or device, together with its kind. Times are in
+    ns."""
 
     track_id: tuple[int, int]
-    """Process number and thread number of the track, as assigned in the trace."""
+    """Process number and thread number of the span's track (timeline) in the Chrome trace."""
     kind: Kind
     number: int
     sent: int
@@ -36,14 +37,15 @@ class _Span:
 
 
 def chrome_events(nodes: Sequence[NodeTrace]) -> Iterator[Event]:
-    """Yield the events of a Chrome trace: names of tracks, spans, and arrows that follow each step,
-    request and image."""
+    """Yield the events of a Chrome trace: names of tracks (timelines), spans, and arrows that
+    connect the spans of each step, request and image."""
     track_ids: dict[str, tuple[int, int]] = {}
     spans: list[_Span] = []
     links: dict[str, dict[int, list[int]]] = {
         name: defaultdict(list) for name in (ENTERS, LEAVES, ENCODES)
     }
-    """Numbers of the linked steps, by kind of link and by request or image."""
+    """Numbers of the steps in which a request begins or ends, or in which an image is encoded, by
+    kind of link and by request or image."""
     for process, node in enumerate(nodes, 1):
         yield _metadata_event("process_name", (process, 0), node.node)
         yield _sort_event("process_sort_index", (process, 0), process)
@@ -103,8 +105,8 @@ def _complete_event(span: _Span, origin: int) -> Event:
 
 
 def _chains(spans: list[_Span]) -> dict[str, dict[int, list[_Span]]]:
-    """Group spans by step, by request uid and by image. Return each group's spans in order of their
-    start time, by field and number."""
+    """Group spans by step, by request uid and by image. Return each group's spans in order of start
+    time, by "step", "uid" or "pixels" and then by number."""
     chains: dict[str, dict[int, list[_Span]]] = {
         "step": defaultdict(list),
         "uid": defaultdict(list),
@@ -143,8 +145,9 @@ def _flow_events(
     track_ids: dict[str, tuple[int, int]],
     origin: int,
 ) -> Iterator[Event]:
-    """Yield the events of arrows from span to span, including send spans. The first arrow starts at
-    the sending of the first span's message."""
+    """Yield the events of arrows that connect the spans of a chain in order. The first arrow starts
+    where the message that the first span handles was sent. `origin` is the start of the trace in
+    ns."""
     if not chain:
         return
     # Use a time inside each span, because a common end of two adjacent spans would be ambiguous.

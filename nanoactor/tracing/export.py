@@ -18,8 +18,8 @@ from nanoactor.tracing import Trace
 
 
 def join_snapshots(snapshots: Sequence[Sequence[NodeTrace]]) -> list[NodeTrace]:
-    """Merge overlapping snapshots of a trace. Several are needed for a long trace, because tracks
-    keep spans only for a short time."""
+    """Merge overlapping snapshots of a trace. Several are needed for a long trace, because actors
+    keep their spans only for a short time."""
     nodes: dict[str, NodeTrace] = {}
     tracks: dict[tuple[str, str], list[TrackTrace]] = {}
     for snapshot in snapshots:
@@ -39,8 +39,9 @@ def join_snapshots(snapshots: Sequence[Sequence[NodeTrace]]) -> list[NodeTrace]:
 
 
 def _join_track(parts: list[TrackTrace]) -> TrackTrace:
-    """Merge the snapshots of a track. Each span appears once, ordered by its end. The kinds of the
-    last snapshot are valid for all, because a track only adds kinds."""
+    """Merge the snapshots of a track, the timeline of an actor or device. Each span appears once,
+    ordered by its end. The last snapshot's kinds of spans are valid for all, because a track only
+    adds kinds."""
     last = parts[-1]
     spans = np.unique(np.concatenate([part.spans for part in parts]))
     spans = spans[np.argsort(spans["end"], kind="stable")]

@@ -15,7 +15,8 @@ from nanoactor.runtime.tracing import SPAN_DTYPE, IntervalSet, NodeTrace, TrackT
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wait:
-    """Time that the messages of an edge waited from sending to handling, in µs."""
+    """Statistics of the time, in µs, for which the messages of an edge (a channel between two
+    actors) waited between sending and handling."""
 
     edge: str
     messages: int
@@ -31,7 +32,8 @@ class TraceSummary:
     """Length of the interval that all tracks cover, in seconds."""
     steps: int
     device_idle: float
-    """Fraction of the time with unfinished requests in which the first device was idle."""
+    """Idle time of the first device while there were unfinished requests, as a fraction of the time
+    with unfinished requests."""
     hidden: float
     """Fraction of the actors' work that was done while the device was computing."""
     busy: dict[str, float]
@@ -62,8 +64,8 @@ class TraceSummary:
 
 
 def summarize(nodes: Sequence[NodeTrace], tokens: int) -> TraceSummary:
-    """Summarize the spans of all nodes. `tokens` is the number of output tokens since the engine
-    was started."""
+    """Summarize the spans of all nodes, which are processes of the engine. `tokens` is the number
+    of output tokens since the engine was started."""
     tracks = [track for node in nodes for track in node.tracks]
     devices = [track for track in tracks if track.track.endswith(f" {DEVICE}")]
     loads = [track for track in tracks if track.track.endswith(f" {LOAD}")]
@@ -99,8 +101,9 @@ def _busy_intervals(tracks: Sequence[TrackTrace]) -> IntervalSet:
 
 
 def _common_interval(tracks: list[TrackTrace]) -> tuple[int, int]:
-    """Return begin and end of the interval that all tracks cover, in ns. It ends with the last span
-    of any track."""
+    """Return begin and end, in ns, of the interval that all tracks cover; (0, 0) without spans. It
+    begins after the last span that a track has dropped, and ends with the last span of any
+    track."""
     non_empty = [track for track in tracks if len(track.spans)]
     if not non_empty:
         return 0, 0

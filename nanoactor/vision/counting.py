@@ -19,8 +19,8 @@ from nanoactor.vision.parts import MediaExtractor
 
 
 class PictureExpander:
-    """Expands placeholders in token ids: each picture gets as many placeholder tokens as it has
-    tokens in the model."""
+    """Expands placeholders in token ids: each picture gets as many placeholder tokens as the model
+    uses for it."""
 
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
         """Read the limits on pictures from the engine's configuration and the model's files."""

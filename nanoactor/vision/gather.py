@@ -1,5 +1,5 @@
-"""Collection of a request's pictures and videos in the tokenizer, as vision workers send their
-results."""
+"""Collection, in the tokenizer actor, of the pictures and videos that vision workers have read for
+each request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures and videos of requests: their data, their keys and sizes, and their decoding."""
+"""Pictures and videos of requests: their data, their hashes and sizes, and their decoding."""
 
 from __future__ import annotations
 
@@ -43,12 +43,13 @@ class Media:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadItem:
-    """A picture or a video whose headers were read, but which is not decoded."""
+    """The hash and the size of a picture or video that is not decoded yet."""
 
     key: bytes
     """16-byte hash of the item's content and of how it is processed."""
     grid: tuple[int, int, int]
-    """Number of temporal patches, and number of rows and columns of tokens in each."""
+    """(temporal patches, rows, columns) of the item's tokens. A temporal patch is a group of
+    consecutive frames; a picture has one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,9 +71,9 @@ class MediaReader:
     def __init__(
         self, images: ImageConfig, salt: bytes, max_pixels: int, videos: VideoConfig | None = None
     ) -> None:
-        """`salt` is a secret key of the hash, so that outsiders cannot construct two pictures with
-        the same key. `max_pixels` is the maximum number of pixels of a picture, or of a frame,
-        before resizing."""
+        """Create a reader. `salt` is a secret key of the hash, so that outsiders cannot construct
+        two pictures with the same hash. `max_pixels` is the maximum number of pixels of a picture,
+        or of a frame, before resizing."""
         from nanoactor.vision import pictures
 
         self._images, self._videos = images, videos
@@ -125,8 +126,8 @@ class MediaReader:
         return first
 
     def read(self, media: Media, before_frame: Callable[[], None] = _noop) -> ReadItem:
-        """Return the key and the grid of a picture or a video, which are computed from its headers
-        and its encoded data.
+        """Return the hash and the grid of a picture or a video, computed from its encoded data and
+        its headers without decoding.
 
         `before_frame` is called before each frame is checked. Raises `InvalidRequest` if the item
         is invalid.

@@ -26,8 +26,8 @@ class MediaExtractor:
     """Extracts pictures and videos from prompts. Every method may raise `InvalidRequest`."""
 
     def __init__(self, config: EngineConfig, files: ModelFiles, max_items: int) -> None:
-        """`max_items` is the maximum number of pictures and videos in a request, regardless of
-        their size."""
+        """Read the limits from the configuration. `max_items` is the maximum number of pictures and
+        videos in a request, regardless of their size."""
         self._rules = None
         if files.images is not None:
             self._rules = MediaRules(files.images, config.max_image_pixels, files.videos)
@@ -38,8 +38,9 @@ class MediaExtractor:
     def of_data(self, data: Any, kwargs: Any) -> tuple[Media, ...]:
         """Return the pictures, then the videos, in `multi_modal_data`.
 
-        `kwargs` is the request's `mm_processor_kwargs`, which determine how they are resized. The
-        order of pictures relative to videos follows from the placeholders in the prompt.
+        `kwargs` is the request's `mm_processor_kwargs` or None, and determines the size after
+        resizing. The order of pictures relative to videos follows from the placeholders in the
+        prompt.
         """
         if data is None:
             if kwargs is not None:
@@ -96,8 +97,8 @@ class MediaExtractor:
         return self._rules
 
     def check_total(self, count: int) -> None:
-        """Raise `InvalidRequest` if a request of `count` items has more than the encoder cache can
-        hold at once."""
+        """Raise `InvalidRequest` if the encoder cache cannot hold `count` pictures and videos at
+        once."""
         if count > self._max_items:
             raise InvalidRequest(
                 f"the request has more than {self._max_items} pictures and videos, which is "
@@ -115,8 +116,8 @@ class _Extraction:
         self._counts = dict.fromkeys(_NAME_OF_KIND, 0)
 
     def picture(self, given: Any, detail: Any = "auto") -> None:
-        """Add a picture. A picture that an ingress (an HTTP front end on Ray) has already read is
-        added unchanged."""
+        """Add a picture. A `Media`, which an HTTP front end on Ray has already read, is added
+        unchanged."""
         rules, number = self._next("image")
         if isinstance(given, Media):
             self.media.append(given)
@@ -138,7 +139,7 @@ class _Extraction:
         self.picture(given, url.get("detail") or detail)
 
     def video(self, given: Any) -> None:
-        """Add a video. A video that an ingress (an HTTP front end on Ray) has already read is added
+        """Add a video. A `Media`, which an HTTP front end on Ray has already read, is added
         unchanged."""
         rules, number = self._next("video")
         if isinstance(given, Media):

@@ -1,6 +1,6 @@
 """Reading of encoded pictures: their headers, and their pixels as transformers reads them.
 
-No picture is decoded before its size was checked. Requires Pillow, but not torch.
+No picture is decoded before its size has been checked. Requires Pillow, but not torch.
 """
 
 from __future__ import annotations

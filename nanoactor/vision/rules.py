@@ -195,8 +195,8 @@ class MediaRules:
 
 
 def _kwargs_of(kwargs: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    """Return the arguments for one kind of item: those at the top level, overridden by those nested
-    under `kind`, as in transformers."""
+    """Return the arguments for pictures or for videos: those at the top level, overridden by those
+    nested under `kind` ("images_kwargs" or "videos_kwargs"), as in transformers."""
     found = {key: value for key, value in kwargs.items() if key not in _NESTED_KWARGS}
     nested = kwargs.get(kind)
     if nested is None:

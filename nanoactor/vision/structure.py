@@ -13,18 +13,18 @@ from typing import Any
 from nanoactor.errors import InvalidRequest
 
 MAX_CHUNKS, MAX_OTHER_CHUNKS = 16_384, 1_024
-"""Maximum number of chunks in a PNG: of all chunks, and of those that contain no pixels. Pillow
-takes about 16 us per chunk."""
+"""Maximum numbers of chunks in a PNG: in total, and without pixel data. Pillow takes about 16 us
+per chunk."""
 MAX_SEGMENTS, MAX_SCANS = 1_024, 100
-"""Maximum numbers of segments before a JPEG's pixels, and of scans. Each scan is a pass over all
-pixels."""
+"""Maximum number of segments before the pixels of a JPEG, and maximum number of its scans. Each
+scan is a pass over all pixels."""
 MAX_GIF_BLOCKS = 4_096
 """Maximum number of blocks before a GIF's first frame."""
 MAX_RLE_BYTES = 1 << 20
 """Maximum size in bytes of a run-length encoded BMP, which Pillow decodes in Python code."""
 MAX_EXIF_BYTES = 1 << 16
-"""Maximum size in bytes of EXIF metadata. It is limited because each of its entries may refer to
-all of it."""
+"""Maximum size in bytes of EXIF metadata. The size is limited because each entry may refer to all
+of the metadata."""
 _PNG, _GIF, _BMP = b"\x89PNG\r\n\x1a\n", (b"GIF87a", b"GIF89a"), b"BM"
 _GIF_IMAGE, _GIF_EXTENSION = 0x2C, 0x21
 _START_OF_SCAN = 0xDA
@@ -35,7 +35,7 @@ def check_structure(data: bytes | bytearray) -> None:
     """Raise `InvalidRequest` if a file has so many parts that Pillow would take too long to read
     it.
 
-    Files with errors pass; Pillow reports them.
+    Malformed files pass, because Pillow reports their errors.
     """
     if data.startswith(_PNG):
         _check_png(data)

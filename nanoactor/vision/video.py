@@ -26,7 +26,8 @@ _METADATA_KEYS = {
     "width",
     "height",
 }
-"""Keys accepted in the metadata of vLLM and transformers. Only the first two are used."""
+"""Keys accepted in the metadata of vLLM and transformers. Only "fps" and "frames_indices" are
+used."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,8 +105,8 @@ def _frame_rate(fps: Any) -> float:
 
 
 def frame_times(video: Video, frames: int) -> list[float]:
-    """Return the time of each of a video's `frames` frames, in seconds. Raises `InvalidRequest` if
-    its times or its frame rate are invalid."""
+    """Return the time of each frame of a video in seconds; `frames` is the number of frames. Raises
+    `InvalidRequest` if the video's times or its frame rate are invalid."""
     if video.times is None:
         rate = _frame_rate(video.fps)
         return [index / rate for index in range(frames)]

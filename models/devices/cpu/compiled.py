@@ -1,4 +1,5 @@
-"""The CPU device with kernels compiled by Numba. Each replaces many small PyTorch operators."""
+"""The CPU device with kernels compiled by Numba. Each kernel replaces many small PyTorch
+operators."""
 
 from __future__ import annotations
 
@@ -77,8 +78,8 @@ are faster than our single-threaded pass."""
 def _unpacked_parts(
     weights: Fp8Blocks, threads: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Yield parts of a packed matrix as (unpacked weight, bias). Only one part is unpacked at a
-    time."""
+    """Yield (unpacked weight, bias) for consecutive ranges of a packed matrix's outputs. Only one
+    range is unpacked at a time."""
     for start in range(0, len(weights.weight), _UNPACK_CHUNK):
         chunk = slice(start, start + _UNPACK_CHUNK)
         bias = None if weights.bias is None else weights.bias[chunk]
@@ -128,7 +129,7 @@ class CompiledCPUDevice(CPUDevice):
     def advance(
         self, tables: SlotTables, rows: DecodeRows, buffers: RowBuffers, ids: torch.Tensor
     ) -> None:
-        """Compute the inputs of all decode rows in one pass."""
+        """Compute the inputs of all decode rows in one pass, and write them to `buffers`."""
         advance(tables, rows, buffers, ids)
 
     def fill_slot_mapping(
@@ -138,11 +139,11 @@ class CompiledCPUDevice(CPUDevice):
         positions: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Compute the cache position of every token in one pass."""
+        """Write the cache position of every token to `slot_mapping`, in one pass."""
         fill_slot_mapping(tables, slots, positions, slot_mapping)
 
     def sample_rows(self, inputs: FusedSamplingInputs) -> None:
-        """Sample all rows in one pass, regardless of their sampling parameters."""
+        """Sample a token for each row in one pass. All sampling parameters are supported."""
         sample_rows(inputs, self._threads)
 
     # -- operators ------------------------------------------------------------------------
@@ -257,8 +258,8 @@ class CompiledCPUDevice(CPUDevice):
     def attention(
         self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
     ) -> torch.Tensor:
-        """Return the attention output of all rows. For a decode-only step, the result is not copied
-        into a tensor shared with prefill rows."""
+        """Return the attention output of all rows. In a step without prefill rows, this is the
+        decode kernel's own output tensor, which saves a copy."""
         if batch.plan.decodes is not None and not batch.plan.prefills:
             return self._decode(queries, cache, batch, scale)
         return super().attention(queries, cache, batch, scale)

@@ -44,8 +44,7 @@ class CPUDevice(PortableOperators):
         torch.set_num_threads(threads)
 
     def supports(self, dtype: torch.dtype) -> bool:
-        """Return True for float32, and for bfloat16 if the processor has instructions that multiply
-        it."""
+        """Return True for float32, and for bfloat16 if the processor can multiply it natively."""
         if dtype == torch.bfloat16:
             return has_instructions("avx512_bf16", "amx_bf16", "bf16")
         return dtype == torch.float32
@@ -62,7 +61,7 @@ class CPUDevice(PortableOperators):
         return Memory(total, max(0, free))
 
     def reset_peak_memory(self) -> None:
-        """Reset the kernel's counter of this process's peak memory, and store the current usage."""
+        """Reset the peak memory of this process that Linux records, and store the current usage."""
         try:
             Path("/proc/self/clear_refs").write_text("5")
             self._base = _kibibytes("/proc/self/status", "VmRSS") * 1024
@@ -70,8 +69,8 @@ class CPUDevice(PortableOperators):
             self._base = _kibibytes("/proc/self/status", "VmHWM") * 1024
 
     def peak_memory(self) -> int:
-        """Return by how many bytes the process's memory has grown at its peak since
-        `reset_peak_memory`."""
+        """Return the process's peak memory since `reset_peak_memory`, minus its memory at that
+        call, in bytes."""
         return max(0, _kibibytes("/proc/self/status", "VmHWM") * 1024 - self._base)
 
     def empty_pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:

@@ -80,7 +80,7 @@ PORTABLE_TRAITS = DeviceTraits(
 
 
 def with_kernels(traits: DeviceTraits) -> DeviceTraits:
-    """Return `traits` changed for a device that uses our kernels and captures steps as graphs."""
+    """Return a copy of `traits` for a device that uses our kernels and captures steps as graphs."""
     return dataclasses.replace(
         traits,
         captures_graphs=True,
@@ -97,7 +97,7 @@ def with_kernels(traits: DeviceTraits) -> DeviceTraits:
 
 
 class CudaEvent:
-    """A CUDA event, recorded on the stream that is current at that time."""
+    """A CUDA event, which `record` queues on the current stream."""
 
     def __init__(self) -> None:
         self.event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -112,8 +112,8 @@ class CudaEvent:
         self.event.record()
 
     def wait(self) -> None:
-        """Spin, without the GIL, until the device has reached the event. Sleeping instead would
-        take about as long as a step of a small model."""
+        """Spin, without the GIL, until the device has reached the event. Waking a sleeping thread
+        would take about as long as a step of a small model."""
         self.event.synchronize()
 
 
@@ -235,8 +235,8 @@ class CUDADevice(PortableCUDADevice):
         self._fp8_products = ProductKernels(capability)
 
     def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
-        """Log a warning if prompts cannot use the attention kernel for Hopper GPUs. Every
-        configuration is supported."""
+        """Log a warning if this is a Hopper GPU but prompts cannot use the attention kernel for it.
+        Every configuration is supported."""
         reason = self.prefill_attention.unsupported_reason(dtype, block_size, head_dim)
         is_hopper = self.prefill_attention.capability[0] >= HOPPER
         if reason is not None and is_hopper and dtype != torch.float32:
@@ -249,8 +249,8 @@ class CUDADevice(PortableCUDADevice):
     def capture(
         self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int
     ) -> CapturedGraph:
-        """Capture `function` as a CUDA graph, which serves all steps in flight. All graphs share
-        one memory pool."""
+        """Capture `function` as one CUDA graph, whatever `in_flight` is. All graphs share one
+        memory pool."""
         graph = torch.cuda.CUDAGraph()
         # Other threads may keep calling CUDA: one of NCCL's polls events all the time.
         mode = "thread_local"
@@ -262,9 +262,9 @@ class CUDADevice(PortableCUDADevice):
     def whole_steps(
         self, config: ModelConfig, weights: ModelWeights, sizes: Sequence[int], block_size: int
     ) -> WholeSteps | None:
-        """Compile a persistent kernel for whole decode steps of each number of rows in `sizes`.
-        Returns None if the GPU is no Hopper, the dtype is not bfloat16, or no kernel fits the
-        model."""
+        """Compile, for each number of rows in `sizes`, a kernel that runs a whole decode step.
+        Return None if the GPU is not a Hopper, the dtype is not bfloat16, or the model is not
+        supported."""
         steps = DecodeSteps.load(config, weights, sizes, block_size)
         return steps if steps.steps else None
 
@@ -286,7 +286,7 @@ class CUDADevice(PortableCUDADevice):
     def advance(
         self, tables: SlotTables, rows: DecodeRows, buffers: RowBuffers, ids: torch.Tensor
     ) -> None:
-        """Compute the inputs of all decode rows in one kernel."""
+        """Compute the inputs of all decode rows in one kernel, and write them to `buffers`."""
         batch_kernels.advance(tables, rows, buffers, ids)
 
     def fill_slot_mapping(
@@ -296,7 +296,7 @@ class CUDADevice(PortableCUDADevice):
         positions: torch.Tensor,
         slot_mapping: torch.Tensor,
     ) -> None:
-        """Compute the cache position of every token in one kernel."""
+        """Write the cache position of every token to `slot_mapping`, in one kernel."""
         batch_kernels.fill_slot_mapping(tables, slots, positions, slot_mapping)
 
     def plan(self, scratch: Scratch, batch: AttentionBatch) -> AttentionBatch:
@@ -309,8 +309,8 @@ class CUDADevice(PortableCUDADevice):
         return dataclasses.replace(batch, plan=splits)
 
     def sample_rows(self, inputs: FusedSamplingInputs) -> None:
-        """Sample all rows with five kernels. Rows with a top-k sort only candidates for the best k
-        tokens."""
+        """Sample a token for each row, with five kernels in total. If a row has a top-k, only
+        candidates for its best k tokens are sorted."""
         if len(inputs.slots):
             partials = inputs.scratch.partials
             sampling.sample_rows(
@@ -318,19 +318,20 @@ class CUDADevice(PortableCUDADevice):
             )
 
     def sample_masked_rows(self, inputs: FusedSamplingInputs, masks: torch.Tensor) -> None:
-        """Sample as `sample_rows` does, but only allowed tokens. Takes two additional kernels for
-        the masks."""
+        """Sample as `sample_rows` does, but only allowed tokens. Two additional kernels apply the
+        masks."""
         sample_masked_rows(inputs, masks)
 
     def publish(self, ids: torch.Tensor, ring: torch.Tensor, count: torch.Tensor) -> None:
-        """Copy the step number and the sampled ids to the ring in host memory, in one kernel."""
+        """Write the step number and the sampled ids to the next entry of `ring`, a ring buffer in
+        host memory, in one kernel."""
         publish(ids, ring, count)
 
     # -- operators ------------------------------------------------------------------------
 
     def route(self, x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the ids and weights of each token's experts. One kernel computes router logits,
-        another one chooses."""
+        """Return the ids and weights of each token's experts. One kernel computes the router
+        logits, and another one chooses the experts."""
         return route(x, router)
 
     def experts(self, weights: ExpertWeights) -> ExpertsOperator:
@@ -339,8 +340,8 @@ class CUDADevice(PortableCUDADevice):
         return TritonExperts(weights, self._multiplies_fp8, self._fp8_products.get())
 
     def linear(self, weights: LinearWeights) -> LinearOperator:
-        """Return a linear operator with these weights, on FP8 tensor cores if the format and the
-        GPU allow it."""
+        """Return a linear operator with these weights. It uses FP8 tensor cores if the weights are
+        in FP8 and the GPU supports their format."""
         if not isinstance(weights, Fp8Blocks) or not self._multiplies_fp8:
             return super().linear(weights)
         if reason := fp8.unsupported_reason(weights):
@@ -386,7 +387,7 @@ class CUDADevice(PortableCUDADevice):
     def attention(
         self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
     ) -> torch.Tensor:
-        """Return the attention output of all rows, from separate kernels for prefill and decode
+        """Return the attention output of all rows. Separate kernels compute prefill and decode
         rows.
 
         Cache contents after the end of a context have no effect.

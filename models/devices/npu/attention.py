@@ -17,8 +17,8 @@ from nanoactor.models.seq_lens import HostSeqLens
 
 MASK_SIZE = 2048
 _CAUSAL = 3
-"""Value of `sparse_mode` for a causal mask aligned to the last query: it sees every position, the
-query before it all but the last position, and so on."""
+"""Value of `sparse_mode` for a causal mask aligned to the last query. The last query sees every
+position, the query before it sees all but the last position, and so on."""
 _DENSE = 0
 
 
@@ -38,11 +38,11 @@ class Plan:
     """Context length of each row including its new tokens. An int64 tensor in graphs whose
     operators accept tensors as lengths."""
     pad_indices: torch.Tensor | None = None
-    """For each position of the padded batch of prompts, the index of the token that it holds, int64
-    (rows * longest,). None if nothing is padded."""
+    """Index of the token at each position of the padded batch of prompts, int64 (prompts *
+    longest,). None if there are fewer than two prompts, as nothing is padded then."""
     unpad_indices: torch.Tensor | None = None
-    """Index of each token's result in the padded batch, int64 (tokens,). None if nothing is
-    padded."""
+    """Index of each prompt token's result in the padded batch, int64 (tokens,). None if
+    `pad_indices` is None."""
 
     @property
     def decode_contexts(self) -> list[int] | torch.Tensor:
@@ -56,10 +56,11 @@ class Attention(Protocol):
     def plan(
         self, tables: torch.Tensor, lengths: HostSeqLens, rows: torch.Tensor, mask: torch.Tensor
     ) -> Plan:
-        """Return the state that all layers share.
+        """Return the state that the attention of all layers shares.
 
-        `rows`, int32 (4, prompts), contains the first token of each prompt chunk in its second row
-        and the number of tokens in its third.
+        `tables`, int32 (rows, blocks), are the block tables of the step's rows. `rows`, int32 (4,
+        prompts), is `AttentionBatch.prefill_rows`: its second line contains the first token of each
+        prompt chunk, and its third line the number of tokens.
         """
 
     def __call__(
@@ -119,7 +120,7 @@ class Packed:
     def plan(
         self, tables: torch.Tensor, lengths: HostSeqLens, rows: torch.Tensor, mask: torch.Tensor
     ) -> Plan:
-        """Return the shared state, which is the end of each row's tokens."""
+        """Return the state that all layers share. This layout needs no padding indices."""
         return _make_plan(tables, lengths, mask)
 
     def __call__(
@@ -143,14 +144,14 @@ class Packed:
 
 
 class Padded:
-    """Attention in the BNSD layout. One call is for the prompts, padded on the right to the longest
-    one, and one for the decode rows."""
+    """Attention in the BNSD layout. Prompts, which are padded on the right to the longest one, and
+    decode rows are processed by separate calls."""
 
     def plan(
         self, tables: torch.Tensor, lengths: HostSeqLens, rows: torch.Tensor, mask: torch.Tensor
     ) -> Plan:
-        """Return the shared state, including the indices that pad the prompts and gather their
-        results."""
+        """Return the state that all layers share. If there are several prompts, it includes the
+        indices that pad the prompts and gather their results."""
         plan, tokens = _make_plan(tables, lengths, mask), lengths.prefill_tokens
         if len(tokens) < 2:
             return plan

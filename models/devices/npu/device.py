@@ -138,11 +138,12 @@ class NPUDevice(PortableOperators):
         return self.runtime.memory()
 
     def reset_peak_memory(self) -> None:
-        """Reset the peak statistics of PyTorch's allocator."""
+        """Reset the peak statistics of PyTorch's allocator, and store the current allocation."""
         self.runtime.reset_peak_memory()
 
     def peak_memory(self) -> int:
-        """Return the peak allocation in bytes of PyTorch's allocator since `reset_peak_memory`."""
+        """Return the peak allocation in bytes of PyTorch's allocator, minus the allocation at
+        `reset_peak_memory`."""
         return self.runtime.peak_memory()
 
     def empty_pinned(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -170,8 +171,8 @@ class NPUDevice(PortableOperators):
     def capture(
         self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int
     ) -> CapturedStep:
-        """Capture `function` as one native graph for each of `in_flight` steps, or compile its
-        forward pass with torchair, depending on the graph mode."""
+        """Capture `function` as `in_flight` native graphs, which take turns, or compile its forward
+        pass with torchair. The graph mode determines which."""
         if self.graph_mode == "npugraph":
             return NativeCapture(self.runtime, function, lengths, in_flight)
         compiled = CompiledStep(self.graph_mode, self.runtime, self._options, self._directory)
@@ -183,14 +184,16 @@ class NPUDevice(PortableOperators):
         return captured
 
     def run(self, forward: ForwardFunction, inputs: ForwardInputs) -> torch.Tensor:
-        """Run the forward pass operator by operator, or compiled while `run_compiled` is active."""
+        """Run the forward pass and return the hidden states. Within `run_compiled`, the compiled
+        forward pass runs instead of single operators."""
         run = self._compiled or super().run
         return run(forward, inputs)
 
     def run_compiled(
         self, compiled: CompiledStep, function: CapturedFunction, lengths: HostSeqLens
     ) -> torch.Tensor:
-        """Call `function`, whose call of `run` then executes the compiled forward pass."""
+        """Call `function` and return its result. When it calls `run`, the compiled forward pass is
+        executed."""
         self._compiled = compiled
         try:
             return function(lengths)
@@ -200,8 +203,8 @@ class NPUDevice(PortableOperators):
     # -- the batch ------------------------------------------------------------------------
 
     def dummy_blocks(self, rows: int, block_size: int) -> int:
-        """Return the number of dummy blocks in which every row has a separate position. The
-        operator that writes the cache does not accept the same position twice."""
+        """Return the number of blocks in which each of `rows` padding rows has a position of its
+        own. The operator that writes the cache does not accept the same position twice."""
         return -(-rows // block_size)
 
     def advance(
@@ -209,8 +212,9 @@ class NPUDevice(PortableOperators):
     ) -> None:
         """Compute the inputs of all decode rows.
 
-        Rows of the dummy slot and of frozen slots all point to position 0 of the dummy slot's
-        table. They are moved to separate positions after it.
+        Padding rows, and rows of frozen slots (stopped by one of their `freeze_ids`), all write to
+        the first position of the dummy slot. They are moved to separate positions from there on,
+        because the operator that writes the cache does not accept the same position twice.
         """
         target_slots = self._advance(tables, rows, buffers, ids)
         offsets = torch.arange(len(target_slots), device=self.torch_device)
@@ -235,8 +239,8 @@ class NPUDevice(PortableOperators):
         return self._mask
 
     def sample_rows(self, inputs: FusedSamplingInputs) -> None:
-        """Choose the most likely token of each row. Rows with a nonzero temperature are sampled
-        after the captured graph."""
+        """Choose the most likely token of each row. The results of rows with a nonzero temperature
+        are replaced after the captured graph has run."""
         if len(inputs.slots):
             greedy_ids = inputs.logits.argmax(-1).int()
             inputs.tables.last_tokens.index_copy_(0, inputs.slots.long(), greedy_ids)
@@ -285,7 +289,7 @@ class NPUDevice(PortableOperators):
         grouped GEMMs, whose group sizes only the device knows.
 
         Chips other than Atlas A2 and A3 have no operator for the sort, and run every expert for
-        every token.
+        every token. So do layers with only one expert or with more than `_MAX_GROUPS`.
         """
         dense = dense_experts_of(weights)
         count = len(dense.down)
@@ -430,8 +434,8 @@ class NPUDevice(PortableOperators):
     ) -> torch.Tensor:
         """Return attention within each segment from npu_fusion_attention over packed tokens.
 
-        It is called with at most `_MAX_SEGMENTS` segments at a time, and supports head sizes up to
-        768. Chips for which it is not documented use PyTorch's operators.
+        The operator is called with at most `_MAX_SEGMENTS` segments at a time, and supports head
+        sizes up to 768. Chips other than Atlas A2 and A3 use PyTorch's operators.
         """
         if not self.runtime.is_a2_or_a3:
             return super().segment_attention(q, k, v, segments)
@@ -456,8 +460,8 @@ class NPUDevice(PortableOperators):
         return output
 
     def sample(self, logits: torch.Tensor, batch: SamplingBatch) -> torch.Tensor:
-        """Return the sampled token ids. Uses npu_top_k_top_p if the chip has it, else PyTorch's
-        operators."""
+        """Return the sampled token ids, int64 (rows,). They are computed with npu_top_k_top_p if
+        the chip has this operator, else with PyTorch's operators."""
         if self.runtime.is_a2_or_a3:
             return sampling.sample(logits, batch)
         return super().sample(logits, batch)

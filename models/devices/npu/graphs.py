@@ -31,7 +31,7 @@ def graph_cache_directory(directory: str | None) -> Path:
     """Return the directory for compiled graphs: `directory`, or a subdirectory of the user's cache
     directory if it is None.
 
-    Creates the directory. Raises `UnsupportedModel` if it is not writable.
+    The directory is created if necessary. Raises `UnsupportedModel` if it is not writable.
     """
     cache_home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     path = (
@@ -49,7 +49,8 @@ def graph_cache_directory(directory: str | None) -> Path:
 
 
 class NativeCapture:
-    """A step that is captured once for each step in flight. The graphs are replayed in turn.
+    """A step that is captured several times, once for each replay that may be queued at a time. The
+    graphs are replayed in turn.
 
     Sequence lengths are parameters that the host writes into a graph before a replay. The next
     replay is prepared while the current one is running, so it must use another graph.
@@ -67,8 +68,8 @@ class NativeCapture:
         self._current = 0
 
     def replay(self, lengths: HostSeqLens) -> torch.Tensor:
-        """Write the context lengths into the next graph, launch it, and return its result
-        tensor."""
+        """Write the context lengths into the next graph, launch it, and return its result tensor.
+        If the graph is still running, wait first."""
         graph = self._graphs[self._current]
         self._current = (self._current + 1) % len(self._graphs)
         if not graph.end_event.is_done():
@@ -81,8 +82,8 @@ class NativeCapture:
 
 
 class CompiledStep:
-    """Forward pass of decode steps with a fixed number of rows, compiled by torchair in the first
-    call."""
+    """The forward pass of decode steps with a fixed number of rows, which torchair compiles in the
+    first call."""
 
     def __init__(
         self, mode: str, runtime: AscendRuntime, options: DeviceOptions, directory: Path
@@ -207,7 +208,7 @@ class DecodePass(torch.nn.Module):
 
 def _decode_for_size(module: DecodePass, rows: int) -> types.FunctionType:
     """Return a copy of `decode` with its own code object. torchair looks up compiled graphs by code
-    object, and would treat several sizes that share one as recompilations."""
+    object, and would treat different numbers of rows with the same object as recompilations."""
     decode = DecodePass.decode
     name = f"decode_{rows}"
     code = decode.__code__.replace(co_name=name, co_qualname=name)
@@ -216,8 +217,8 @@ def _decode_for_size(module: DecodePass, rows: int) -> types.FunctionType:
 
 @functools.cache
 def _source_digest() -> str:
-    """Return a digest of the source code of `nanoactor.models`, because other code may compile to
-    other graphs."""
+    """Return a digest of the source code of `nanoactor.models`, because changed code may compile to
+    different graphs."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).resolve().parents[2].rglob("*.py")):
         digest.update(path.read_bytes())

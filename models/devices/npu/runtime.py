@@ -52,7 +52,7 @@ def load_torch_npu() -> Any:
 
 
 class NPUEvent:
-    """An NPU event, recorded on the stream that is current at that time."""
+    """An NPU event, which `record` queues on the current stream."""
 
     def __init__(self, event: Any) -> None:
         """Wrap an event of torch_npu."""
@@ -97,7 +97,7 @@ class AscendRuntime:
 
     name = "npu"
     block_multiple, max_block_size = 128, 512
-    """Block sizes that fused attention supports if a row has several positions: multiples of
+    """Block sizes that fused attention supports for rows of several tokens: multiples of
     `block_multiple`, up to `max_block_size`."""
     packed_head_dims: tuple[int, ...] = (64, 128, 192)
     """Head sizes that fused attention supports for packed tokens (TND)."""

@@ -1,5 +1,5 @@
 """Sampling with npu_top_k_top_p, for chips that have this operator. The operator truncates the
-distribution; the random noise is the engine's own.
+distribution, and the engine adds its own random noise.
 
 The operator keeps every logit that equals the k-th highest. Of equal logits at the edge of top-p,
 it keeps those with higher ids. If bfloat16 logits are equal there, it may therefore choose a token

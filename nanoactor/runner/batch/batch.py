@@ -1,7 +1,7 @@
-"""Conversion of steps to changes of the batch on the device, which are a few index-value pairs.
+"""Conversion of steps to the few values that change in the batch's tables on the device.
 
-All per-slot tables on the device are parts of one int32 array. A step's changes are values to write
-into this array. A decode step in which nothing changes writes none.
+All these tables are parts of one int32 array. A step's changes are pairs of an index in this array
+and a new value. A decode step in which nothing changes has no such pairs.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ NO_MASKS: Int32 = np.empty((0, 0), np.int32)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateLayout:
-    """Offsets of all tables in the state array, the int32 array on the device with the state of all
-    slots. The last slot is a dummy for padding rows; its block is the one after the cache's last
-    block."""
+    """Offsets of all per-slot tables in the state array, a single int32 array on the device. A slot
+    is a sequence's index in the batch. The last slot is a dummy for padding rows; its block is the
+    one after the cache's last block."""
 
     slots: int
     max_blocks: int
@@ -68,8 +68,8 @@ class StateLayout:
 
     @property
     def frozen(self) -> int:
-        """Offset of the per-slot frozen flags: 1 if the slot's decode rows must have no lasting
-        effect."""
+        """Offset of the per-slot frozen flags. 1 means that the sequence has sampled one of its
+        `freeze_ids`, so that its decode rows in later steps must have no lasting effect."""
         return self.last_tokens + self.slots
 
     @property
@@ -85,7 +85,8 @@ class StateLayout:
 
     @property
     def freeze_ids(self) -> int:
-        """Offset of the token ids that freeze each slot, column by column."""
+        """Offset of the token ids after which the device stops decoding each slot, because the
+        sequence ends or continues under grammar masks. They are stored column by column."""
         return self.prompt_lengths + self.slots
 
     @property
@@ -96,8 +97,8 @@ class StateLayout:
 
     @property
     def rows(self) -> int:
-        """Offset of the slots of all decode rows: the decode batch in ascending order, then the
-        rows after it, then dummies."""
+        """Offset of the slots of all decode rows: the decode batch in ascending order, then other
+        rows of one token, then dummies."""
         return self.sampling + WORDS * self.slots
 
     @property
@@ -130,7 +131,7 @@ class BatchTraits:
     min_rows_for_runs: int = 1 << 30
     """Minimum number of decode rows of a step that may contain several rows of one sequence."""
     has_slot_state: bool = False
-    """True if layers keep slot states, which must be reset for each new sequence."""
+    """True if layers keep state outside of blocks, which must be reset for each new sequence."""
 
 
 class HostBatch:
@@ -300,7 +301,8 @@ class HostBatch:
         return HostSeqLens(counts, contexts, decodes.tolist())
 
     def _admitted(self, step: Step) -> Long | None:
-        """Return the slots whose states must be reset; None if there are none."""
+        """Return the slots of new sequences, for which layers must reset their state; None if there
+        are none."""
         slots = step.admissions.slots
         return slots.astype(np.int64) if self._traits.has_slot_state and len(slots) else None
 
@@ -309,8 +311,9 @@ class HostBatch:
     def _fallback_rows(
         self, layout: StepLayout, slots: Long, positions: Long
     ) -> tuple[SampledRows[Array], ...]:
-        """Return the samplers that `BatchOperators.sample_rows` does not handle, except choices
-        under masks. Samplers are rows that choose a token."""
+        """Return the rows that must be sampled without the fused sampler
+        (`BatchOperators.sample_rows`), except choices under grammar masks. `slots` and `positions`
+        describe all rows that choose a token."""
         first, decodes = len(layout.sampled), len(layout.rows.decode_slots)
         last = len(slots) - len(layout.choices)
         at = slice(first, first + decodes)
@@ -329,8 +332,8 @@ class HostBatch:
     def _choices(
         self, first: int, slots: Long, positions: Long, masks: Int32
     ) -> tuple[SampledRows[Array], ...]:
-        """Return the samplers from `first` on, in parts of a few rows each. These choose under
-        masks, from the hidden states kept in their slots."""
+        """Return the rows from index `first` on, in parts of a few rows each. These rows choose
+        under grammar masks, from the hidden states kept in their slots."""
         max_rows, parts = self._traits.fallback_at_once, []
         for at in range(first, len(slots), max_rows):
             part, part_positions = slots[at : at + max_rows], positions[at : at + max_rows]
@@ -345,12 +348,13 @@ class HostBatch:
         return tuple(parts)
 
     def _not_fused(self, slots: Long, positions: Long) -> NDArray[np.bool_]:
-        """Return True for each row that the fused sampler does not handle at its position."""
+        """Return, for each row, True if the fused sampler cannot sample the token at its
+        position."""
         never = self.sampling.never_fused(slots, self._traits.fused_sampling)
         return never | self.sampling.masking(slots, positions)
 
     def _sampled_parts(self, slots: Long, rows: Long) -> tuple[SampledRows[Array], ...]:
-        """Return the samplers with these indices and their sampling parameters, in parts of a few
+        """Return the rows with the indices `rows` and their sampling parameters, in parts of a few
         rows each."""
         max_rows = self._traits.fallback_at_once
         parts = (rows[at : at + max_rows] for at in range(0, len(rows), max_rows))
@@ -375,9 +379,10 @@ class HostBatch:
     def _scored(
         self, token_ids: Int32, layout: StepLayout, slots: Long, numbers: Long
     ) -> tuple[ScoredRows[Array] | None, ScoredResults | None]:
-        """Return the tokens that the step scores, and the layout of the results on the host; None
-        for both if there are none. `slots` and `numbers` are the slots and the row indices of all
-        samplers. `_scored_rows` must be up to date."""
+        """Return the tokens whose log-probabilities the step computes, and the layout of the
+        results on the host; None for both if there are none. `slots` and `numbers` are the slots
+        and row indices of all rows that choose a token. Call after `_fallback_rows`, which updates
+        `_scored_rows`."""
         asking, first = self._scored_rows, len(layout.sampled)
         if len(slots) > len(layout.rows.decode_slots):
             after_decodes = first + len(layout.rows.decode_slots)
@@ -401,7 +406,7 @@ def _copies(copies: Copies | None) -> tuple[Array, ...]:
 
 
 def _kept(layout: StepLayout) -> KeptRows[Array] | None:
-    """Return the slots that keep a hidden state; None if there are none."""
+    """Return the slots in which hidden states are kept for a later step; None if there are none."""
     if not len(layout.kept) and not len(layout.continued.kept):
         return None
     return KeptRows(layout.rows.others.slots[layout.kept].astype(np.int64), layout.continued.kept)

@@ -27,12 +27,13 @@ class Prefill(Generic[T]):
     token_ids: T
     positions: T
     slots: T
-    """Slot of each token, int32 (tokens,)."""
+    """Slot (index in the batch) of each token's sequence, int32 (tokens,)."""
     rows: T
     """(4, rows): slot, index of the first token, number of tokens, and context length at the end of
     the chunk."""
     tiles: T
-    """(2, programs): row, and index of the group of tokens within that row."""
+    """(2, programs): for each program of the attention kernel, its row and the index of its group
+    of tokens within that row."""
     ends: T
     """Indices of the tokens whose hidden states are read: first those to sample from, then those
     whose states are kept, then one for each pooling row."""
@@ -46,7 +47,7 @@ class SampledRows(Generic[T]):
 
     slots: T
     index: T
-    """Index of each row among the step's samplers, in the order of `Update.positions`. For a row
+    """Index of each row in `Update.positions`, which lists all rows that choose a token. For a row
     that samples from the hidden state kept in its slot, the slot."""
     groups: SamplingGroups[T]
     rules: LogitRules[T] | None = None
@@ -66,13 +67,13 @@ class ScoredRows(Generic[T]):
     targets: T
     """Id of the token that follows each of `prompt_rows`."""
     samplers: T
-    """Indices of the step's samplers whose tokens are scored, in the order of
-    `Update.positions`."""
+    """Indices, in `Update.positions`, of the sampled tokens that are scored."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KeptRows(Generic[T]):
-    """Slots in which a row's hidden state is kept, to sample from it in a later step."""
+    """Slots (indices of sequences in the batch) in which hidden states are kept, so that a later
+    step can sample from them."""
 
     prompts: T
     """Slots of the chunks whose last states are kept; the tokens are listed in `Prefill.ends`."""
@@ -95,19 +96,20 @@ class Inputs(Generic[T]):
     """All arrays of a step that are copied to the device."""
 
     changes: tuple[T, ...]
-    """(indices, values) to write to the state array before anything else runs; empty if nothing
-    changes."""
+    """(indices, values) to write to the array of all tables on the device, before anything else
+    runs; empty if nothing changes."""
     prefill: Prefill[T] | None
     fallback: tuple[SampledRows[T], ...]
-    """Samplers that the fused sampler does not handle, in parts of a few rows each."""
+    """Rows to sample without the fused sampler, in parts of a few rows each."""
     copies: tuple[T, ...] = ()
     """(sources, targets) of block copies, made before the layers run; empty if there are none."""
     slot_copies: tuple[T, ...] = ()
-    """(sources, targets) of slot-state copies, made before the layers run; empty if there are none.
-    All sources are read before any target is written."""
+    """(sources, targets) of copies of slot states, which layers keep for each sequence outside of
+    blocks. The copies are made before the layers run; empty if there are none. All sources are read
+    before any target is written."""
     admitted: T | None = None
-    """Slots of new sequences, whose states are zeroed after the copies; None if there are none or
-    if no layer keeps slot state."""
+    """Slots of new sequences, whose slot states are zeroed after the copies; None if there are none
+    or if no layer keeps slot state."""
     kept: KeptRows[T] | None = None
     choices: tuple[SampledRows[T], ...] = ()
     """Rows that sample from the hidden states kept in their slots, in parts of a few rows each."""
@@ -117,16 +119,17 @@ class Inputs(Generic[T]):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncodeTask:
-    """The part of a picture or video that a step encodes."""
+    """The part of an image or video that a step encodes."""
 
     pixels: NDArray[np.uint8]
-    """Pixels of the whole item, uint8 (frames, height, width, channels)."""
+    """Pixels of the whole image or video, uint8 (frames, height, width, channels)."""
     number: int
-    """Number of the request for the pixels; identifies the item while it is only partly encoded."""
+    """Number of the request for the pixels; identifies the image or video while it is only partly
+    encoded."""
     first: int
     count: int
     cache_rows: Int64
-    """Row of the encoder cache for each row of the item."""
+    """Row of the encoder cache to which each output row of the image or video is written."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -135,13 +138,14 @@ class Encoding:
 
     tasks: tuple[EncodeTask, ...]
     dropped: tuple[int, ...] = ()
-    """Numbers of pixels that no later step encodes, so that partial results can be freed."""
+    """Numbers (`EncodeTask.number`) of images and videos that no later step encodes, so that their
+    partial results can be freed."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PooledRows:
-    """The pooling rows of a step. Their states are read at the last tokens of `Prefill.ends`; mean
-    pooling uses the states of all tokens in their chunks."""
+    """The pooling rows of a step. Their states are read at the tokens that come last in
+    `Prefill.ends`; mean pooling instead uses the states of all tokens in their chunks."""
 
     numbers: Int32
     """Index of each pooling row among all rows of the step."""
@@ -206,12 +210,12 @@ class Update:
     continued: int = 0
     """Number of rows after the decode batch; each has its own position and token."""
     resumed: int = 0
-    """Number of these rows that sample; they come first."""
+    """Number of rows after the decode batch that sample; they are the first of these rows."""
     order: Long | None = None
     """Indices that sort the samplers in the order of the step's rows; None if they are already
     sorted."""
     counts: Int32 = dataclasses.field(default_factory=lambda: np.empty(0, np.int32))
-    """Number of tokens that each row yields, as in `StepDone.counts`."""
+    """Number of tokens that each row yields, 0 or 1; empty if each row yields one."""
     scored: ScoredResults | None = None
     pooled: PooledRows | None = None
     encoding: Encoding | None = None

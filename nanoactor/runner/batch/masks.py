@@ -22,9 +22,9 @@ class MaskStore:
 
     def __init__(self) -> None:
         self._masks: dict[int, tuple[int, Int32]] = {}
-        """(position, mask) of each sequence's next mask, by uid."""
+        """(position, mask) of each sequence's next mask, by uid (the sequence's number)."""
         self._uids: dict[int, int] = {}
-        """Uid of the sequence in each slot."""
+        """Uid of the sequence in each slot (the sequence's index in the batch)."""
         self._closed: set[int] = set()
         """Uids of sequences whose end only the grammar actor has reported."""
         self._dropped: set[int] = set()
@@ -36,7 +36,8 @@ class MaskStore:
         return len(self._masks.keys() | self._closed | self._dropped)
 
     def add(self, event: Masks) -> tuple[list[int], list[int]]:
-        """Store new masks. Return the uids and positions of those that a step may still use."""
+        """Store new masks. Return the uids (numbers of sequences) and the positions of the masks
+        that a step may still use."""
         uids: list[int] = []
         positions: list[int] = []
         rows = zip(event.uids.tolist(), event.positions.tolist(), event.masks, strict=True)

@@ -19,18 +19,19 @@ NO_PIXELS: PixelsByNumber = {}
 
 
 class PixelStore:
-    """Stores pixels by the number of their request. An entry is removed after two events, which may
-    occur in either order. One is the vision worker's last message: the last piece, or a report that
-    the pixels will not arrive. The other is that a step encodes the last of the pixels or that they
-    are dropped."""
+    """Stores the pixels of images and videos, by the number under which they were requested. An
+    entry is removed after two events, which may occur in either order. One is the vision worker's
+    last message: the last piece, or a report that the pixels will not arrive. The other is that a
+    step encodes the last of the pixels, or that they are dropped."""
 
     def __init__(self) -> None:
         self._partial: dict[int, tuple[NDArray[np.uint8], tuple[int, ...]]] = {}
         self._complete: dict[int, NDArray[np.uint8]] = {}
         self._dropped: set[int] = set()
-        """Numbers of pixels that were dropped before the worker's last message arrived."""
+        """Numbers of the entries that were dropped before the worker's last message arrived."""
         self._absent: set[int] = set()
-        """Numbers of pixels that will not arrive and have not been dropped yet."""
+        """Numbers of the entries whose pixels will not arrive and which have not been dropped
+        yet."""
 
     def __len__(self) -> int:
         """Return the number of entries that have not been removed yet, with or without pixels."""
@@ -43,8 +44,8 @@ class PixelStore:
         return parts + sum(array.nbytes for array in self._complete.values())
 
     def add(self, event: Pixels) -> bool:
-        """Add a piece of an item's pixels. Return True if the item is now complete and was not
-        dropped."""
+        """Add a piece of the pixels of an image or video. Return True if all pieces have now
+        arrived and the entry was not dropped."""
         number, end = event.pixels, event.offset + len(event.data)
         size = math.prod(event.shape)
         if number in self._dropped:
@@ -62,7 +63,7 @@ class PixelStore:
         return True
 
     def note_absent(self, number: int) -> None:
-        """Record that an item's pixels will not arrive, or not completely."""
+        """Record that the pixels with this number will not arrive, or not completely."""
         self._partial.pop(number, None)
         if number in self._dropped:
             self._dropped.remove(number)
@@ -70,7 +71,7 @@ class PixelStore:
             self._absent.add(number)
 
     def drop(self, number: int) -> None:
-        """Drop pixels that are no longer needed."""
+        """Drop the pixels with this number, which are no longer needed."""
         if number in self._absent:
             self._absent.remove(number)
         elif self._complete.pop(number, None) is None:
@@ -78,9 +79,9 @@ class PixelStore:
             self._dropped.add(number)
 
     def consume(self, step: Step, units_of: Callable[[NDArray[np.uint8]], int]) -> PixelsByNumber:
-        """Return the pixels of all items that a step encodes, by number. Items whose last unit the
-        step encodes are removed from the store. `units_of` returns the number of units in which an
-        item is encoded, given its pixels."""
+        """Return the pixels of all images and videos that a step encodes, by number. Entries whose
+        last unit the step encodes are removed from the store. `units_of` returns the number of
+        units in which an image or video is encoded, given its pixels."""
         pixels: dict[int, NDArray[np.uint8]] = {}
         if step.vision is None:
             return pixels
@@ -96,8 +97,9 @@ class PixelStore:
 def with_vision(
     update: Update, step: Step, pixels: PixelsByNumber, dropped: Sequence[int] = ()
 ) -> Update:
-    """Return a step's update with its work on images and videos added. `dropped` are the numbers of
-    pixels dropped since the previous step."""
+    """Return a step's update with its work on images and videos added. `pixels` maps the number of
+    each image or video that the step encodes to its pixels. `dropped` are the numbers of those that
+    were dropped since the previous step."""
     if (vision := step.vision) is None:
         encoding = Encoding((), tuple(dropped)) if dropped else None
         return dataclasses.replace(update, encoding=encoding) if encoding else update

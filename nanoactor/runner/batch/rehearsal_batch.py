@@ -1,5 +1,5 @@
-"""A separate small batch for rehearsals of a runner, which warm up the CPU caches with a dummy
-step."""
+"""A small batch, separate from the real one, in which a runner lays out a dummy step to warm up the
+CPU caches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nanoactor.scheduling.rehearsal import first_step
 
 
 class RehearsalBatch:
-    """A small `HostBatch` that lays out the same dummy step each time; created on first use."""
+    """A small `HostBatch`, created on first use, that lays out the same dummy step each time."""
 
     def __init__(self, traits: BatchTraits, block_size: int) -> None:
         self._traits, self._block_size = traits, block_size

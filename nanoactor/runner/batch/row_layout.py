@@ -1,9 +1,10 @@
-"""Layout of a step's rows: as chunks of several tokens, as rows of one token, or as choices.
+"""Layout of a step's rows: as chunks of several tokens, as rows of one token, or as choices, which
+compute no token and only sample from a hidden state that an earlier step has kept.
 
 A row that computes a single output token can be computed like a decode row. When a sequence resumes
-after a restart, such rows reproduce the results of the original decode rows. The tokens of a run,
-which a grammar has forced, can be laid out in the same way if the device allows several rows of one
-sequence. The step then remains a decode step.
+after a restart, such rows reproduce the results of the original decode rows. If the device allows
+several rows of one sequence, the tokens of a run, which a grammar has forced, can also be laid out
+as such rows. The step then remains a decode step.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ MAX_RUN_LENGTH = 16
 
 
 class Continued(NamedTuple):
-    """Rows of one token that follow the decode batch: first those that sample, then those whose
-    hidden state is not read, then those whose state is kept."""
+    """Rows of one token that follow the decode batch (the rows that are repeated from step to
+    step): first those that sample, then those whose hidden state is not read, then those whose
+    state is kept for a later step."""
 
     slots: Long
     positions: Long
@@ -33,7 +35,7 @@ class Continued(NamedTuple):
     resumed: Long
     """Rows that sample, as indices into `StepRows.others`."""
     kept: Long
-    """Slots of the rows whose hidden state is kept."""
+    """Slots (indices in the batch) of the rows whose hidden state is kept."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,7 +52,8 @@ class StepLayout:
     firsts: Long
     """Index, in the step's token ids, of each row's first token."""
     lengths: Long
-    """Number of positions of the slot's sequence after each row; for a copy, that of its source."""
+    """Length of each row's sequence once the row is computed. For a copy (a row that samples from
+    the hidden state of another row, its source), the length of the source."""
     sampled: Long
     """Chunks and copies after which a token is sampled."""
     kept: Long
@@ -63,7 +66,7 @@ class StepLayout:
 
     @property
     def resized(self) -> Long:
-        """Rows that change the number of computed positions of their slot."""
+        """Rows that change the computed length of their slot's sequence."""
         others = self.rows.others
         return ((others.counts > 0) | others.copies).nonzero()[0] if len(others) else NO_INDICES
 
@@ -73,10 +76,10 @@ class StepLayout:
     ) -> StepLayout:
         """Choose how each row of a step is computed.
 
-        `outputs` are the positions at which outputs begin, by slot. `max_rows` is the maximum
-        number of rows that are computed like decode rows; 0 disables this. Several rows of one
-        sequence are used only if the step then has at least `runs_from` rows that are computed like
-        decode rows.
+        `outputs` are the positions at which outputs begin, by slot (a sequence's index in the
+        batch). `max_rows` is the maximum number of rows that are computed like decode rows; 0
+        disables this. Several rows of one sequence are used only if the step then has at least
+        `runs_from` rows that are computed like decode rows.
         """
         others = rows.others
         if not len(others):
@@ -110,7 +113,7 @@ class StepLayout:
     @property
     def samplers(self) -> tuple[Long, Long, Long]:
         """(slots, positions of the sampled tokens, row indices in the step) of all rows that choose
-        a token, in the order of `Update`."""
+        a token, in the order of `Update.positions`."""
         decode, starts, others = self.rows
         if not len(others):
             return decode, starts + 1, np.arange(len(decode))
@@ -124,7 +127,7 @@ class StepLayout:
 
 
 def _sources(others: Rows, copies: Long, chunks: Long) -> Long:
-    """Return the chunk that each copy reads."""
+    """Return, for each copy, the chunk whose hidden state it reads."""
     by_slot = dict(zip(others.slots[chunks].tolist(), chunks.tolist(), strict=True))
     return np.array([by_slot[slot] for slot in others.sources[copies].tolist()], np.int64)
 

@@ -1,4 +1,5 @@
-"""Rules on token ids of a step's rows, laid out in arrays for the device."""
+"""Rules on the token ids of a step's rows (allowed ids, biases and bad words), laid out in arrays
+for the device."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def _padded(words: list[Int32]) -> Long:
 
 
 def _pairs(found: list[tuple[int, Int32]]) -> tuple[Long, Long]:
-    """Return the row of each id, and all ids, concatenated."""
+    """Concatenate the ids of several rows. Return the row of each id, and the ids, int64 (ids,)
+    each."""
     rows = [np.full(len(ids), row, np.int64) for row, ids in found]
     ids = [ids.astype(np.int64) for _, ids in found]
     return np.concatenate([NO_INDICES, *rows]), np.concatenate([NO_INDICES, *ids])

@@ -1,4 +1,5 @@
-"""Sampling parameters by slot on the runner's host, and the grouping of a step's rows by these."""
+"""Sampling parameters of each slot, stored on the runner's host, and the grouping of a step's rows
+by sampling method."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ Flags = NDArray[np.bool_]
 
 
 class SamplingTable:
-    """The sampling parameters, `min_tokens` masks and token rules of the sequence in each slot."""
+    """The sampling parameters, `min_tokens` masks and token rules of all sequences, by slot (a
+    sequence's index in the batch)."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self.words: Int32 = np.zeros((WORDS, max_num_seqs), np.int32)
@@ -51,8 +53,8 @@ class SamplingTable:
         self._ruled[slots[new.rule_rows]] = True
 
     def _penalized(self, slots: NDArray[np.integer]) -> Flags:
-        """Return True for each slot with a penalty or another parameter that no fused sampler
-        supports."""
+        """Return, for each slot, True if it has a penalty or another parameter that no fused
+        sampler supports."""
         penalized = np.zeros(len(slots), np.bool_)
         for name in UNFUSED:
             penalized |= getattr(self.columns, name)[slots] != NEUTRAL[name]
@@ -66,7 +68,7 @@ class SamplingTable:
 
     def rows(self, slots: Long, index: Long) -> SampledRows[Array]:
         """Return the sampling inputs of these slots, including sampling groups and rules, but
-        without masked ids. `index` is stored in the result as it is."""
+        without the ids that `min_tokens` masks. `index` is stored in the result as it is."""
         greedy = self.columns.temperature[slots] == 0
         limited, truncated = self._limited(slots), self._truncated(slots)
         unlimited = self.columns.top_k[slots] > CANDIDATES
@@ -91,22 +93,22 @@ class SamplingTable:
         return lay_out_rules(found, np.flatnonzero(self._penalized(slots)))
 
     def _limited(self, slots: Long) -> Flags:
-        """Return True for each slot with a top-k of at most `CANDIDATES`, which leaves only few
-        candidates."""
+        """Return, for each slot, True if it has a top-k of at most `CANDIDATES`, which leaves only
+        a few candidates."""
         top_k = self.columns.top_k[slots]
         few: Flags = (top_k > 0) & (top_k <= CANDIDATES)
         return few
 
     def _truncated(self, slots: Long) -> Flags:
-        """Return True for each slot with a larger top-k, a top-p or a min-p, which may leave any
-        number of candidates."""
+        """Return, for each slot, True if it has a larger top-k, a top-p or a min-p, which may leave
+        any number of candidates."""
         columns = self.columns
         cut: Flags = columns.top_k[slots] > CANDIDATES
         return cut | (columns.top_p[slots] < 1) | (columns.min_p[slots] > 0)
 
     def never_fused(self, slots: Long, fused: FusedSampling) -> Flags:
-        """Return True for each slot that a fused sampler of this kind never handles, such as
-        those whose requests have logit rules (`LogitRules`)."""
+        """Return, for each slot, True if a fused sampler of this kind never handles it, for example
+        because its request has logit rules (`LogitRules`)."""
         if fused == "none":
             return np.ones(len(slots), np.bool_)
         is_random: Flags = self.columns.temperature[slots] > 0
@@ -117,18 +119,19 @@ class SamplingTable:
         return ruled | (exceeds_candidates & is_random & (fused != "all"))
 
     def masking(self, slots: Long, positions: Long) -> Flags:
-        """Return True for each slot that may not sample some ids yet (`min_tokens`). `positions`
-        are the positions of the tokens to sample."""
+        """Return, for each slot, True if some ids may not be sampled yet (`min_tokens`).
+        `positions` are the positions of the tokens to sample."""
         masked: Flags = positions < self._unmasked_from[slots]
         return masked
 
     def masked_steps(self, slots: Long, positions: Long) -> int:
-        """Return the number of tokens after which all of these slots may sample every id."""
+        """Return the number of tokens after which all of these slots may sample every id
+        (`min_tokens`). `positions` are the positions of the next tokens to sample."""
         return max(0, int((self._unmasked_from[slots] - positions).max(initial=0)))
 
     def masked(self, rows: SampledRows[Array], positions: Long) -> SampledRows[Array]:
-        """Return a copy of `rows` in which the ids that must not be sampled yet (`min_tokens`) are
-        listed. `positions` are the positions of the tokens to sample."""
+        """Return `rows`, extended by the ids that must not be sampled yet (`min_tokens`).
+        `positions` are the positions of the tokens to sample."""
         masking = self.masking(rows.slots, positions)
         if not masking.any():
             return rows

@@ -1,4 +1,4 @@
-"""Requested numbers of log-probabilities, by slot, on the runner's host."""
+"""How many log-probabilities each sequence requests, stored on the runner's host."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _NO_COUNTS: Int32 = np.empty(0, np.int32)
 
 
 class ScoreTable:
-    """Stores, for each slot, how many top tokens to report with each output token and with each
-    prompt token; -1 if no scores are requested."""
+    """Stores, for each slot (a sequence's index in the batch), how many top tokens to report with
+    each output token and with each prompt token; -1 if no log-probabilities are requested."""
 
     def __init__(self, max_num_seqs: int) -> None:
         self.output = np.full(max_num_seqs, _NOT_REQUESTED, np.int32)
@@ -24,11 +24,12 @@ class ScoreTable:
         self._last_position = np.zeros(max_num_seqs, np.int32)
         """Position of the prompt's last token, by slot."""
         self._any_requested = False
-        """True once any request has asked for scores; until then, steps skip all lookups."""
+        """True once any request has asked for log-probabilities; until then, steps skip all
+        lookups."""
 
     def admit(self, slots: Int32, prompt_lengths: Int32, requests: ScoreRequests | None) -> None:
-        """Record which scores newly admitted sequences request. `requests.rows` are indices into
-        `slots`."""
+        """Record which log-probabilities newly admitted sequences request. `requests.rows` are
+        indices into `slots`. `requests` is None if no sequence requests any."""
         if requests is None and not self._any_requested:
             return
         self.output[slots] = self._prompt[slots] = _NOT_REQUESTED
@@ -39,12 +40,13 @@ class ScoreTable:
             self._prompt[slots[requests.rows]] = requests.prompt
 
     def requesting(self, slots: Long) -> Long:
-        """Return the indices of the slots, among `slots`, that request scores of their output."""
+        """Return the indices, in `slots`, of the sequences that request log-probabilities of their
+        output tokens."""
         return np.flatnonzero(self.output[slots] >= 0) if self._any_requested else NO_INDICES
 
     def prompts(self, token_ids: Int32, layout: StepLayout) -> tuple[Long, Long, Int32]:
-        """Return the prompt tokens whose next tokens are scored, as three arrays. These are their
-        indices in the step's chunks, the ids of the next tokens, and the numbers of top tokens
+        """Return the prompt tokens whose next tokens are scored, as three arrays: the indices of
+        these tokens in the step's chunks, the ids of the next tokens, and the numbers of top tokens
         requested."""
         if not self._any_requested or not len(layout.chunks):
             return NO_INDICES, NO_INDICES, _NO_COUNTS

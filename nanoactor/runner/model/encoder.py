@@ -1,5 +1,5 @@
-"""Encoding of images and videos on the device, in slices, into a cache from which prompt tokens
-read."""
+"""Encoding of images and videos on the device, spread over several steps. The resulting features
+are cached until a step's prompt tokens read them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from nanoactor.setup.actors import ENCODER_PAGE_ROWS
 
 
 class Encoder:
-    """The vision tower, and the cache of its output rows on the device."""
+    """The vision tower and, on the device, a cache of its output rows: one row of features for each
+    image or video token."""
 
     def __init__(
         self,
@@ -37,8 +38,8 @@ class Encoder:
         pages: int,
         budget: int,
     ) -> None:
-        """Allocate a cache of `pages` pages. `budget` is the maximum number of rows that a step
-        encodes."""
+        """Allocate a cache of `pages` pages, with `ENCODER_PAGE_ROWS` rows each. `budget` is the
+        maximum number of output rows that a step encodes."""
         self._tower, self._vision, self._images, self._videos = tower, vision, images, videos
         self._dtype, self._device, self._budget = dtype, device, budget
         self._patches = PatchMaker(vision, images, device.torch_device)
@@ -46,7 +47,8 @@ class Encoder:
         shape = pages * ENCODER_PAGE_ROWS, vision.feature_size
         self._rows = device.zeros(*shape, dtype=dtype)
         self._partial: dict[int, TowerState] = {}
-        """State of each temporal patch that is only partly encoded, by the number of its pixels."""
+        """State of each temporal patch (a group of consecutive frames) that is only partly encoded,
+        by `EncodeTask.number`."""
 
     @property
     def nbytes(self) -> int:
@@ -61,19 +63,20 @@ class Encoder:
         return VisualTokens(is_visual, torch.where(is_visual, features, 0))
 
     def apply(self, work: Encoding) -> None:
-        """Drop the partial encodings that no step continues, then encode the items of a step."""
+        """Drop the partial encodings that no later step continues, then encode the images and
+        videos of a step."""
         for number in work.dropped:
             self._partial.pop(number, None)
         for task in work.tasks:
             self.run(task)
 
     def reset(self) -> None:
-        """Drop all partial encodings; the cached rows are kept."""
+        """Drop all partial encodings, but keep the cached rows."""
         self._partial.clear()
 
     def max_rows(self, max_model_len: int) -> int:
-        """Return the maximum number of rows that are encoded at once in a sequence of
-        `max_model_len` tokens: those of an image, or of a slice of a video."""
+        """Return the largest number of rows that are encoded at once, for an image or for a slice
+        of a video. Each row belongs to one token, so `max_model_len` is an upper limit."""
         rows = self._images.max_pixels // self._images.factor**2
         if self._videos is not None:
             # A slice has as many temporal patches as fit into the budget, or a single larger one.
@@ -81,8 +84,8 @@ class Encoder:
         return min(rows, self.pages * ENCODER_PAGE_ROWS, max_model_len)
 
     def run(self, task: EncodeTask) -> None:
-        """Encode some units of an item. Rows of temporal patches that are now complete are written
-        to the cache."""
+        """Encode the units in `task`, which are parts of an image or video. Write the rows of each
+        temporal patch (a group of consecutive frames) that is now complete to the cache."""
         units = self.units(task.pixels)
         cache_rows = self._upload(task.cache_rows)
         if units.parts == 1:
@@ -99,8 +102,8 @@ class Encoder:
                 self._rows[cache_rows[frame * units.rows : (frame + 1) * units.rows]] = rows
 
     def units(self, pixels: NDArray[np.uint8]) -> EncodeUnits:
-        """Return the units in which an item is encoded, given its pixels, (frames, height, width,
-        channels)."""
+        """Return how the encoding of an image or video is divided into units, given its pixels,
+        uint8 (frames, height, width, channels)."""
         return EncodeUnits.of_pixels(pixels.shape, self._images, self._vision, self._budget)
 
     def _begin(self, pixels: NDArray[np.uint8], frame: int, count: int) -> TowerState:

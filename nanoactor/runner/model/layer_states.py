@@ -1,4 +1,4 @@
-"""Per-sequence state of all layers: its size in bytes, and copying of its blocks."""
+"""The state that layers keep for sequences: its size in bytes, and copies of its blocks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ def block_bytes(states: Sequence[StateSpec], block_size: int) -> int:
 
 
 def slot_bytes(states: Sequence[StateSpec]) -> int:
-    """Return the size of one slot's states in all layers, in bytes, apart from blocks."""
+    """Return the size in bytes of the state that all layers keep, outside of blocks, for one slot
+    (a sequence's index in the batch)."""
     return sum(state.bytes_per_slot for state in states)
 
 

@@ -76,8 +76,8 @@ class LoadedModel:
         log.info("loaded %s as %s in %.1f s", files.directory, self.dtype, seconds)
 
     def batch_traits(self, fused: FusedSampling, rows: int) -> BatchTraits:
-        """Return the properties that determine the layout of steps. `fused` is the kind of fused
-        sampler, and `rows` the maximum number of decode rows."""
+        """Return the properties that determine the layout of steps. `fused` says which rows the
+        device's fused sampler supports, and `rows` is the maximum number of decode rows."""
         heads, kv_heads = self.network.shard.heads.size, self.network.shard.kv_heads.size
         has_slot_state = slot_bytes(self.network.states) > 0
         return BatchTraits(
@@ -110,8 +110,8 @@ class LoadedModel:
         states: list[LayerState],
         into: torch.Tensor | None,
     ) -> WholeStep | None:
-        """Queue a decode step as one operator (`WholeSteps.run`) and return its results. Return
-        None if there is no such operator for these rows."""
+        """Queue a decode step as one operator (`WholeSteps.run`) and return its results, or None if
+        no operator supports this number of rows. Logits are written to `into` unless it is None."""
         if self._whole is None:
             return None
         caches = paged_caches(states)
@@ -238,7 +238,8 @@ class LoadedModel:
         return block_bytes(self.network.states, self.block_size)
 
     def slots_bytes(self) -> int:
-        """Return the size of the slot states of all slots, including the dummy slot, in bytes."""
+        """Return the size in bytes of the state that layers keep, outside of blocks, for all
+        sequences of a full batch and the dummy sequence of padding rows."""
         return slot_bytes(self.network.states) * (self._config.engine.max_num_seqs + 1)
 
     def size_cache(self, used: int, peak: int) -> int:
@@ -272,8 +273,8 @@ class LoadedModel:
         return blocks
 
     def _check_fits(self, blocks: int, used: int, peak: int) -> None:
-        """Raise `NotEnoughMemory` if `blocks` blocks would exceed the memory once all are in
-        use."""
+        """Raise `NotEnoughMemory` if `blocks` blocks would exceed the memory once all are in use.
+        `used` and `peak` are as in `size_cache`."""
         share = self.group.size if self.device.traits.shared_memory else 1
         free = self.free_bytes // share - used // share - peak - self.slots_bytes()
         if blocks * self.block_bytes() > free:
@@ -287,8 +288,8 @@ class LoadedModel:
             )
 
     def _slots_term(self) -> str:
-        """Return the term for slot states in the arithmetic of an error message; empty if no layer
-        keeps slot state."""
+        """Return the part of an error message that subtracts the memory of slot states (layer state
+        outside of blocks), or an empty string if no layer keeps any."""
         bytes_per_slot = slot_bytes(self.network.states)
         if not bytes_per_slot:
             return ""
@@ -299,13 +300,14 @@ class LoadedModel:
         )
 
     def allocate(self, blocks: int, slots: int) -> list[LayerState]:
-        """Allocate the states of all layers for `blocks` blocks and `slots` slots."""
+        """Allocate and return the state of each layer, for `blocks` KV blocks and `slots`
+        sequences, including the dummy sequence of padding rows."""
         zeros, size = self.device.zeros, self.block_size
         return [state.allocate(zeros, blocks, size, slots) for state in self.network.states]
 
     def check_agreement(self, step: int, chosen: torch.Tensor) -> None:
-        """Raise `RanksDisagree` if the ranks have not all chosen the same token ids, `chosen`, in
-        this step."""
+        """Raise `RanksDisagree` unless all ranks have chosen the same tokens in this step. `chosen`
+        are the ids that this rank has chosen, int64 (rows,)."""
         weights = torch.arange(1, len(chosen) + 1, device=chosen.device) * 2654435761
         hashes = self.group.all_gather(((chosen + 1) * weights).sum()[None])
         if (hashes != hashes[0]).any():

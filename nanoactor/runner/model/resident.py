@@ -1,4 +1,4 @@
-"""The batch on the device: tables by slot, token ids, and the states of all layers."""
+"""The batch on the device: tables indexed by sequence, token ids, and the states of all layers."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from nanoactor.runner.model.model import LoadedModel
 
 
 class ResidentBatch:
-    """One rank's batch on the device. Its tables are views of a single int32 array, which steps
-    change by index-value pairs."""
+    """One rank's batch on the device. Its tables are views of a single int32 array, and a step
+    changes them by writing values at a few indices."""
 
     def __init__(self, model: LoadedModel, layout: StateLayout, blocks: int) -> None:
         """Allocate the tables, and a cache of `blocks` blocks plus the dummy blocks to which
@@ -56,7 +56,7 @@ class ResidentBatch:
 
     @property
     def dummy(self) -> int:
-        """Slot of padding rows."""
+        """Index, in all tables, of the dummy sequence to which padding rows belong."""
         return self._layout.dummy
 
     def reset(self) -> None:
@@ -65,7 +65,8 @@ class ResidentBatch:
         self._reset_rows()
 
     def apply(self, inputs: Inputs[torch.Tensor]) -> None:
-        """Queue the changes and copies of a step that must precede its layers."""
+        """Queue the changes to tables and the copies of blocks and states that must precede a
+        step's layers."""
         if inputs.changes:
             self._state[inputs.changes[0]] = inputs.changes[1]
         if inputs.copies:

@@ -18,8 +18,9 @@ from nanoactor.runner.steps.graphs import MAX_PROMPTS
 
 
 def row_indices(index: torch.Tensor, prompts: tuple[int, int]) -> torch.Tensor:
-    """Map indices of samplers to rows of a step's hidden states. `prompts` are the number of rows
-    that end a prompt, and the number to which a captured step pads them."""
+    """Map the indices of rows that sample, int64 (rows,), to rows of a step's hidden states.
+    `prompts` are the number of rows that end a prompt, and the number to which a captured step pads
+    them."""
     num_prompts, padded = prompts
     return (
         torch.where(index < num_prompts, index, index + (padded - num_prompts))
@@ -29,7 +30,8 @@ def row_indices(index: torch.Tensor, prompts: tuple[int, int]) -> torch.Tensor:
 
 
 class KeptStates(NamedTuple):
-    """Results of the last position in each slot, kept until the mask for the next token arrives."""
+    """Hidden states and logits after the newest token in each slot (a sequence's index in the
+    batch), kept until the grammar mask for the next token arrives."""
 
     states: torch.Tensor
     """Hidden state by slot, (slots, hidden)."""
@@ -50,8 +52,9 @@ class TokenChooser:
         debug: bool,
         constrains: bool = False,
     ) -> None:
-        """Allocate buffers for the tables in `tokens`. If `debug` is True, ranks compare the tokens
-        that they have sampled. `constrains` is True if requests may use grammars."""
+        """Allocate buffers for `max_num_seqs` decode rows and the prompts of a step. `tokens` are
+        the token ids and tables of all sequences. If `debug` is True, ranks compare the tokens that
+        they have sampled. `constrains` is True if requests may use grammars."""
         device, config = model.device, model.config
         self._model, self._device, self._fused = model, device, fused
         self._compares = debug and model.group.size > 1
@@ -62,8 +65,8 @@ class TokenChooser:
         self.chosen = device.zeros(rows, dtype=torch.int32)
         """Sampled token ids, int32 (rows,), in the order of the step's logits."""
         self.logits: torch.Tensor | None = None
-        """Logits of the latest step, (rows, vocabulary); None unless the logits of rows may be
-        kept."""
+        """Logits of the latest step, (rows, vocabulary); None unless the logits of constrained rows
+        are kept."""
         if constrains and device.traits.keeps_logits and model.group.size == 1:
             self.logits = device.zeros(rows, config.vocab_size, dtype=model.dtype)
         heads, kv_heads = model.network.shard.heads.size, model.network.shard.kv_heads.size
@@ -78,9 +81,9 @@ class TokenChooser:
     def choose(
         self, hidden: torch.Tensor, slots: torch.Tensor, logits: torch.Tensor | None = None
     ) -> None:
-        """Sample tokens with the fused sampler, if there is one. In a captured step, this is part
-        of the graph. If `logits` is not None, they are already in the buffer returned by
-        `logits_buffer`."""
+        """Sample tokens into `chosen` with the fused sampler, if there is one. In a captured step,
+        this is part of the graph. If `logits` is not None, they are already in the buffer returned
+        by `logits_buffer`."""
         if self._fused != "none":
             if logits is None:
                 logits = self._model.gather_logits(hidden, self.logits_buffer(len(slots)))
@@ -95,8 +98,8 @@ class TokenChooser:
     def choose_fallback(
         self, hidden: torch.Tensor, rows: SampledRows[torch.Tensor], prompts: tuple[int, int]
     ) -> None:
-        """Sample tokens for rows that the fused sampler does not handle, or for all rows if there
-        is none.
+        """Sample tokens for rows that the fused sampler does not handle, or for all rows if the
+        device has no fused sampler.
 
         `prompts` are the number of rows that end a prompt, and the number to which they are padded.
         """
@@ -139,8 +142,8 @@ class TokenChooser:
         return torch.where(masked.amax(-1).isfinite(), chosen, no_choice)
 
     def warm_up(self) -> None:
-        """Sample a token for the dummy slot under a mask, so that no constrained row has to wait
-        for compilation."""
+        """Sample a dummy token under a grammar mask, so that no constrained row has to wait for
+        compilation."""
         if self._fused == "none" or not self._constrains:
             return
         model, dummy = self._model, len(self._tables.last_tokens) - 1

@@ -1,4 +1,4 @@
-"""Running of steps: captured ones are replayed as graphs, and others are queued operator by
+"""Execution of steps: captured ones are replayed as graphs, and others are queued operator by
 operator."""
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _MIB = 1 << 20
 
 
 class GraphRunner:
-    """The captured steps of one rank. A step is padded to the next captured size."""
+    """The captured steps of one rank. A step is padded to the next larger captured size, and runs
+    operator by operator if there is none."""
 
     def __init__(
         self,
@@ -36,7 +37,7 @@ class GraphRunner:
         in_flight: int,
     ) -> None:
         """Prepare without capturing anything yet. `mixed` are the sizes of steps with prompts to
-        capture, and `in_flight` is the maximum number of steps at once."""
+        capture, and `in_flight` is the maximum number of steps in flight."""
         device = model.device
         self._device, self._model, self._forward = device, model, forward
         self._sizes = decode_sizes(config.max_num_seqs)
@@ -61,8 +62,9 @@ class GraphRunner:
     ) -> None:
         """Capture all steps, largest first, so that smaller ones fit into the same memory.
 
-        `dummy` is the slot of padding rows. `max_lengths` returns the maximum sequence lengths for
-        a number of decode rows.
+        `tokens_per_program` is the number of prompt tokens that one program of the prefill kernel
+        processes. `dummy` is the slot (index in the batch) of padding rows. `max_lengths` returns
+        the maximum sequence lengths for a number of decode rows.
         """
         self._model.make_whole_steps(self._sizes)
         begin, before = time.monotonic(), self._device.memory().free
@@ -100,8 +102,9 @@ class GraphRunner:
     # -- running --------------------------------------------------------------------------
 
     def fit(self, update: Update) -> MixedSize | None:
-        """Return the size of the captured mixed step into which a step fits; None if there is none.
-        Steps that do not fit are counted."""
+        """Return the size of the captured step with prompts into which a step fits; None if there
+        is none. Count the steps with prompts that are larger than all sizes (`too_large`) or whose
+        size could not be captured (`uncaptured`)."""
         size = self._inputs.fit(update)
         if size is None and update.prefill is not None and self._inputs.max_tokens:
             self.too_large += 1
@@ -118,9 +121,11 @@ class GraphRunner:
     def run(
         self, update: Update, inputs: Inputs[torch.Tensor], size: MixedSize | None
     ) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Queue a step, as a graph if `size` or its decode rows were captured. Return the hidden
-        states of the prompt tokens (None if they are not needed), and those of the rows that
-        sample."""
+        """Queue a step, as a graph if its size was captured. `size` is the result of `fit`.
+
+        Return the hidden states of the prompt tokens (None if they are not needed), and those of
+        the rows that sample.
+        """
         forward = self._forward
         forward.prompt_states = None
         if inputs.prefill is not None:

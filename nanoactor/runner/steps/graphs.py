@@ -1,5 +1,5 @@
-"""Steps captured as graphs, and the sizes that are captured. A step is padded to the next captured
-size and replayed."""
+"""Steps captured as graphs, and the sizes that are captured. A step is padded to the next larger
+captured size and replayed."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def max_prompts(tokens: int) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MixedSize:
-    """The size of a captured mixed step: prompt tokens, decode rows and whether there are
-    images."""
+    """The size of a captured mixed step (a step with prompts): prompt tokens, decode rows and
+    whether there are images."""
 
     tokens: int
     """Number of prompt tokens."""
@@ -58,8 +58,8 @@ class MixedSize:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MixedSizes:
-    """The sizes of mixed steps that are captured. Larger steps are not captured, because they keep
-    the device busy while the host launches them."""
+    """The sizes of mixed steps (steps with prompts) that are captured. Larger steps are not
+    captured, because they keep the device busy while the host launches them."""
 
     tokens: tuple[int, ...]
     """Numbers of prompt tokens, ascending."""
@@ -99,7 +99,8 @@ def smallest_at_least(sizes: list[int], needed: int) -> int:
 
 
 class CapturedSteps:
-    """The captured decode steps, by number of rows, and the captured mixed steps, by size.
+    """The captured decode steps, by number of rows, and the captured mixed steps (steps with
+    prompts), by size.
 
     Sizes that the device cannot capture are left out. Decode steps of these sizes are padded to the
     next larger captured size, if there is one. All other steps run operator by operator.

@@ -1,5 +1,5 @@
-"""Inputs of captured steps with prompts, which always read their inputs from the same device
-memory."""
+"""Inputs of captured steps with prompts. A graph reads its inputs from the same device memory in
+every replay."""
 
 from __future__ import annotations
 
@@ -67,8 +67,9 @@ class FixedInputs(Generic[D]):
 def fixed_prefill(
     device: Device, tokens: int, tokens_per_program: int, dummy: int, in_flight: int
 ) -> FixedInputs[Prefill[torch.Tensor]]:
-    """Allocate the inputs of captured steps with `tokens` prompt tokens. `dummy` is the slot of
-    padding tokens."""
+    """Allocate the inputs of captured steps with `tokens` prompt tokens. `tokens_per_program` is
+    the number of tokens that one program of the prefill kernel processes, and `dummy` is the slot
+    (index in the batch) of padding tokens."""
     rows = max_prompts(tokens)
     tiles = -(-tokens // tokens_per_program) + rows
     arrays: dict[str, tuple[tuple[int, ...], Padding]] = {
@@ -84,7 +85,7 @@ def fixed_prefill(
 
 
 class MixedInputs:
-    """The inputs of all captured mixed steps, by size."""
+    """The inputs of all captured mixed steps (steps with prompts), by size."""
 
     def __init__(self, device: Device, sizes: MixedSizes, in_flight: int) -> None:
         """Prepare without allocating anything yet. At most `in_flight` steps may be in flight."""
@@ -99,7 +100,7 @@ class MixedInputs:
 
     def allocate(self, tokens_per_program: int, dummy: int) -> Iterator[MixedSize]:
         """Allocate the inputs of each size to capture, and yield the sizes, largest first. `dummy`
-        is the slot of padding tokens."""
+        is the slot (index in the batch) of padding tokens."""
         for tokens in self._sizes.tokens[::-1]:
             limits = tokens, tokens_per_program, dummy, self._in_flight
             self._prefills[tokens] = fixed_prefill(self._device, *limits)
@@ -118,8 +119,8 @@ class MixedInputs:
     def inputs_of(
         self, size: MixedSize
     ) -> tuple[Prefill[torch.Tensor], VisualInputs[torch.Tensor] | None]:
-        """Return the device buffers from which the captured steps of this size read their inputs;
-        the second item is None without images."""
+        """Return the device buffers from which the captured steps of this size read their inputs.
+        The second buffer is None without images."""
         visual = self._pictures[size.tokens].inputs if size.has_images else None
         return self._prefills[size.tokens].inputs, visual
 

@@ -18,10 +18,14 @@ class StepPooler:
     def pool(
         self, prompts: torch.Tensor | None, hidden: torch.Tensor, rows: PooledRows
     ) -> torch.Tensor:
-        """Return the pooled vector of each row, float32 (rows, width). `hidden` are the states of
-        the rows' last tokens (of their first tokens for "cls"), (rows, hidden). `prompts` are the
-        states of all tokens in the step's chunks. For mean pooling, sums are returned, accumulated
-        in float32."""
+        """Return the result of each pooling row, float32 (rows, width). This is the row's hidden
+        state, the logits of the configured `token_ids`, or, for mean pooling, the sum of the hidden
+        states.
+
+        `hidden`, (rows, hidden), are the states of the rows' last tokens, or of their first tokens
+        for "cls". `prompts` are the states of all tokens in the step's chunks, which only mean
+        pooling reads.
+        """
         if self._config.token_ids:
             return self._model.logits_of(hidden, self._config.token_ids)
         if not rows.counts:

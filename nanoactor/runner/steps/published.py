@@ -19,7 +19,7 @@ class WrongStep(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Published:
-    """The published token ids of one step, to be read once the step is done."""
+    """The token ids that one step writes to host memory, to be read once the step is done."""
 
     number: int
     record: Int32

@@ -17,7 +17,7 @@ from nanoactor.runner.timing.clock import DeviceClock
 
 @dataclasses.dataclass(slots=True)
 class StepBuffers:
-    """The buffers of one step, which are reused once the step after it has finished."""
+    """The buffers of one step. They are reused once the next step has finished."""
 
     begin: TimedEvent
     encoded: TimedEvent
@@ -31,7 +31,8 @@ class StepBuffers:
     update: Update | None = None
     """The update with which the step was launched; None before the first use."""
     published: Published | None = None
-    """Where to read the ids if the step publishes them itself; None if they are copied to `ids`."""
+    """Where to read the ids if the step writes them to host memory itself; None if they are copied
+    to `ids`."""
     scored: ScoredResults | None = None
     """Layout of `scores`; None if the step has no scores."""
     scores: torch.Tensor | None = None
@@ -53,7 +54,8 @@ class StepBuffers:
     def copy_ids(
         self, update: Update, chosen: list[torch.Tensor], published: Published | None
     ) -> None:
-        """Queue a copy of a step's token ids to the host, unless the step publishes them itself."""
+        """Queue a copy of a step's token ids to the host, unless the step writes them to host
+        memory itself (`published` is not None)."""
         self.update, self.published, self.rows = update, published, sum(map(len, chosen))
         begin = 0
         for part in chosen if published is None else ():
@@ -96,7 +98,7 @@ class StepBuffers:
 
     def collect(self, clock: DeviceClock, has_inner_events: bool) -> StepResult:
         """Wait for the step to end and return its results. `has_inner_events` is True if the events
-        within the step were recorded."""
+        `forwarded` and `sampled` were recorded."""
         self.end.wait()
         assert self.update is not None
         begin, end = clock.step(self.begin, self.end)

@@ -13,8 +13,8 @@ from nanoactor.runner.steps.step_buffers import StepBuffers
 
 
 class StepChoices:
-    """Samples the tokens of steps on one rank. For a row whose mask has not arrived, the hidden
-    state is kept in its slot; a later step samples from it."""
+    """Samples the tokens of steps on one rank. For a row that a grammar constrains, the hidden
+    state is kept, and a later step samples from it once the grammar's mask has arrived."""
 
     def __init__(self, model: LoadedModel, chooser: TokenChooser, slots: int) -> None:
         self._device = model.device
@@ -44,8 +44,8 @@ class StepChoices:
         *,
         prompt_capacity: int | None,
     ) -> list[torch.Tensor]:
-        """Return the ids of all sampled tokens, int32, as parts in the order of the step's
-        samplers. Scores and pooled vectors are copied to `buffers`.
+        """Return the ids of all sampled tokens as int32 tensors, which together are in the order of
+        `Update.positions`. Scores and pooled vectors are copied to `buffers`.
 
         `states` are the hidden states of the prompt tokens (None if they are not needed), and of
         the rows that sample. `prompt_capacity` is the number of prompts for which a captured step
@@ -88,8 +88,9 @@ class StepChoices:
     def _keep(
         self, kept: KeptRows[torch.Tensor], hidden: torch.Tensor, first: int, end: int
     ) -> None:
-        """Store hidden states in the slots of their rows: those of prompts from row `first` on, and
-        those of the last decode rows before row `end`."""
+        """Store hidden states at the slots (indices of sequences in the batch) that `kept` lists.
+        The states of its prompts start at row `first` of `hidden`, and those of its decode rows are
+        the last ones before row `end`."""
         for slots, begin in ((kept.prompts, first), (kept.continued, end - len(kept.continued))):
             if not (count := len(slots)):
                 continue
@@ -101,7 +102,7 @@ class StepChoices:
     def _with_kept(
         self, hidden: torch.Tensor, parts: tuple[SampledRows[torch.Tensor], ...]
     ) -> torch.Tensor:
-        """Return `hidden` followed by the kept states from which the choices sample, (rows +
-        choices, hidden)."""
+        """Return `hidden`, followed by the kept states from which the rows in `parts` sample: (rows
+        of both, hidden)."""
         kept = [self.kept.states.index_select(0, part.index) for part in parts]
         return torch.cat((hidden, *kept)) if kept else hidden

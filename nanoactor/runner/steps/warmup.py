@@ -1,4 +1,4 @@
-"""Warm-up steps of the largest sizes, which compile code and are measured."""
+"""Dummy steps of the largest sizes, which compile code and show how much memory steps need."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _NONE: Int32 = np.empty(0, np.int32)
 
 
 def admissions(slots: Int32, **sampling: float) -> Admissions:
-    """Return admissions to these slots with the given sampling parameters; all other parameters are
-    neutral."""
+    """Return admissions of one sequence to each of these slots (indices in the batch), with the
+    given sampling parameters. All other parameters are neutral."""
     rows = np.frombuffer(pack(sampling) * len(slots), np.int32).reshape(-1, WORDS)
     zeros = np.zeros(len(slots), np.int32)
     return Admissions(
@@ -68,9 +68,9 @@ def prefill_step(tokens: int, rows: int, block_size: int) -> Step:
 def decode_update(
     rows: int, dummy: int, traits: BatchTraits, max_model_len: int, **sampling: float
 ) -> Update:
-    """Return a decode step whose `rows` rows all use the dummy slot. If sampling parameters are
-    given, all rows are sampled outside the fused sampler, and penalties cover `max_model_len`
-    tokens."""
+    """Return a decode step of `rows` rows, all in slot `dummy`, which is reserved for padding rows.
+    If sampling parameters are given, all rows are sampled outside the fused sampler, and penalties
+    cover `max_model_len` tokens."""
     table, slots = SamplingTable(rows), np.arange(rows)
     table.admit(admissions(slots.astype(np.int32), **sampling))
     fallback: list[SampledRows[Array]] = []
@@ -89,8 +89,8 @@ def longest_lengths(rows: int, blocks: int, block_size: int, max_length: int) ->
     """Return the maximum lengths of `rows` decode rows in a cache of `blocks` blocks. The first
     rows are as long as `max_length` allows while one block is left for each later row.
 
-    Captured steps must be prepared for such lengths, and operators need as many blocks as all rows
-    have in total.
+    Steps are captured with these lengths, so that the graphs can process any sequences that fit
+    into the cache.
     """
     lengths, blocks_left = [], blocks
     for rows_after in range(rows - 1, -1, -1):

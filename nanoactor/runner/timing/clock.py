@@ -8,15 +8,15 @@ from nanoactor.models.devices.protocols import Device, TimedEvent
 
 _WINDOW = 256
 _WAKE_NS = 30_000
-"""Minimum time, in ns, until a thread that waits for the device wakes up."""
+"""Minimum time, in ns, from an event on the device until a thread that waits for it wakes up."""
 _MAX_GAP_NS = 1e9
 """Maximum gap between steps, in ns, that is measured with events. Over longer gaps, the clocks
 drift apart and event times lose precision."""
 
 
 class DeviceClock:
-    """Converts times between device events to the host's monotonic clock, with corrections from
-    observations on the host.
+    """Converts the times between device events to times of the host's monotonic clock, and corrects
+    them by when the host observes the events.
 
     The device reports the duration of a step and of the gap before it, from which the step's start
     follows. The clocks of device and host drift apart slowly. The host never observes an event

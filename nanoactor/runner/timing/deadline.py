@@ -5,8 +5,8 @@ from __future__ import annotations
 _SMALL_TOKENS = 64
 """Number of tokens up to which reading the weights dominates a step's duration."""
 _DECAY = 0.999
-"""Factor by which the recorded maximum decays with each step, because compilations happen only
-once."""
+"""Factor by which the recorded maximum decays with each step, so that steps which were slow because
+they compiled code are forgotten."""
 _MARGIN = 10.0
 """Factor by which a step may exceed the longest recent one."""
 
@@ -26,5 +26,6 @@ class StepDeadline:
             self._token_seconds = max(seconds / tokens, _DECAY * self._token_seconds)
 
     def seconds(self, tokens: int) -> float:
-        """Return the time limit, in seconds, for a step of `tokens` tokens."""
+        """Return the time limit, in seconds, for a step of `tokens` tokens; 0 before any step has
+        been recorded."""
         return _MARGIN * (self._small_seconds + self._token_seconds * tokens)

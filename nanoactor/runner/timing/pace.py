@@ -25,8 +25,9 @@ class DeviceTime:
 
 
 class StepRequests:
-    """Decides when to request steps from a scheduler that plans late. Each step is requested once,
-    early enough to be prepared when the previous step ends. All times are in seconds."""
+    """Decides when to request steps from a scheduler that plans each step as late as possible. Each
+    step is requested once, early enough to be prepared when the previous step ends. All times are
+    in seconds."""
 
     def __init__(self) -> None:
         self._lead = 0.001

@@ -141,7 +141,8 @@ class ThreadChoice:
         )
 
     def _next(self, timings: _Timings, first: int) -> int:
-        """Return 0 to run the next step with one thread, or 1 to run it with all threads."""
+        """Return 0 to run the next step with one thread, or 1 to run it with all threads. At first,
+        each choice is tried for `first` steps."""
         if min(timings.counts) < first:
             return int(timings.counts[1] < timings.counts[0])
         timings.since_probe += 1

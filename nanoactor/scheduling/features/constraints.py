@@ -6,8 +6,8 @@ then known to the host, and its position is computed like a prompt position. The
 token to the grammar actor. The grammar actor sends the next mask to the ranks, and each rank
 reports when it has the mask.
 
-A sequence may switch between free text and text under its grammar. It then continues in its new
-state after its newest known token, and its results from steps in flight are discarded.
+A sequence may switch between free text and text under its grammar. It then continues after the
+newest token that the host has received, and its results from steps in flight are discarded.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ class Constraints(Feature):
         self._open: dict[int, Sequence] = {}
         """Sequences with an open grammar, by uid."""
         self._masks = RankResources("mask", ranks, timeout_ticks=2)
-        """Position of the next mask, by uid; a sequence has no entry while its text is free."""
+        """Requested mask of each sequence, by uid. The version of a mask is the position that it
+        applies to. A sequence has no entry while its text is free."""
         self._pending_runs = 0
         """Number of sequences with forced tokens that have not been appended yet."""
         self._mask_delays = [0, 0, 0]
@@ -165,14 +166,16 @@ class Constraints(Feature):
         self._masks.request(sequence.uid, position)
 
     def _on_ready(self, event: MasksReady) -> tuple[Ending, ...]:
-        """Record which masks a rank holds; ignore masks of finished sequences."""
+        """Record which masks a rank has received. Masks of sequences that no longer need one are
+        ignored."""
         for uid, position in zip(event.uids.tolist(), event.positions.tolist(), strict=True):
             self._masks.note_ready(event.rank, uid, position)
         return ()
 
     def _on_forced(self, event: ForcedTokens) -> tuple[Ending, ...]:
-        """Record forced tokens, the only continuation that a grammar allows; ignore those of
-        finished sequences. Raises `ProtocolBug` if they are not for the requested position."""
+        """Record forced tokens (the only continuation that a grammar allows). Tokens of sequences
+        that no longer need a mask are ignored. Raises `ProtocolBug` if the tokens start at a
+        position other than that of the requested mask."""
         stops = np.cumsum(event.counts)
         runs = np.split(event.token_ids.copy(), stops[:-1])
         for uid, position, run in zip(
@@ -193,8 +196,8 @@ class Constraints(Feature):
         return ()
 
     def forced(self) -> list[tuple[Sequence, Int32]]:
-        """Return (sequence, forced tokens) for each sequence with pending forced tokens whose known
-        positions are all planned. The caller appends the tokens."""
+        """Return (sequence, forced tokens) for each running sequence with pending forced tokens
+        whose earlier positions are all covered by planned steps. The caller appends the tokens."""
         if not self._pending_runs:
             return []
         found = []
@@ -210,8 +213,8 @@ class Constraints(Feature):
         return found
 
     def plan_rows(self, step: int, rows: list[PlannedRow]) -> list[PlannedRow]:
-        """Return one row for each constrained sequence that can sample in this step: all its known
-        positions are planned, and every rank holds its mask."""
+        """Return one row for each constrained sequence that can sample in step `step`: all its
+        known tokens are covered by planned steps, and every rank has its mask."""
         chosen: list[PlannedRow] = []
         for sequence in self._running.constrained:
             grammar = sequence.grammar
@@ -242,8 +245,8 @@ class Constraints(Feature):
         return [(self._open[uid], ends.NO_MASK) for uid in self._masks.tick()]
 
     def flush(self, turn: TurnBuilder) -> list[Outgoing]:
-        """Return the queued messages to the grammar actor, and add to the turn the masks that the
-        runners may drop."""
+        """Return the queued messages to the grammar actor, and add to `turn` (the next message to
+        the block manager) the masks that the runners may drop."""
         out, self._out = self._out, []
         if not self._finished:
             return out

@@ -39,8 +39,9 @@ class Feature:
         """Process the sequences of a newly arrived request."""
 
     def admit(self, sequence: Sequence, turn: int) -> None:
-        """Process a sequence that is assigned a slot in this turn. It is `MATCHING` (its
-        prefix-cache lookup is outstanding) or starts as a copy of another sequence."""
+        """Process a sequence that is assigned a slot in turn (message to the block manager) number
+        `turn`. It is `MATCHING` (its prefix-cache lookup is outstanding) or starts as a copy of
+        another sequence."""
 
     def answer(self, event: Answer, admitted: list[Sequence | None]) -> None:
         """Process an answer from the block manager. `admitted` has one entry per uid in
@@ -54,9 +55,9 @@ class Feature:
         return None
 
     def plan_rows(self, step: int, rows: list[PlannedRow]) -> list[PlannedRow]:
-        """Return additional rows for step `step`. `rows` are the step's rows that compute prompt or
-        other known positions. Called only if `rows` is not empty or any running sequence never
-        decodes."""
+        """Return additional rows for step `step`. `rows` are the step's rows that compute prompt
+        positions or other known tokens. Called only if `rows` is not empty or some running sequence
+        takes no part in decode batches."""
         return []
 
     def note_done(self, step: int) -> None:
@@ -69,8 +70,8 @@ class Feature:
 
     def note_token(self, sequence: Sequence) -> None:
         """Process the newest token of a sequence that continues after it. Called for every token
-        sampled outside decode batches, and for decoded tokens only if a sequence watches their
-        ids."""
+        sampled outside decode batches. Called for a decoded token only if its id may end a sequence
+        or its free text."""
 
     def note_refused(self, sequences: list[Sequence]) -> None:
         """Process sequences whose end-of-sequence token was rejected because they must not end
@@ -97,8 +98,8 @@ class Feature:
         """Release what the feature holds for a sequence that has ended."""
 
     def flush(self, turn: TurnBuilder) -> list[Outgoing]:
-        """Return the messages to send after this turn, and add to `turn` the masks or pixels that
-        the runners may drop."""
+        """Return the messages to other actors, and add to `turn` (the next message to the block
+        manager) the masks or pixels that the runners may drop."""
         return []
 
     def check_idle(self) -> None:
@@ -130,9 +131,9 @@ class Features:
         self.by_event = {kind: feature for feature in features for kind in feature.HANDLERS}
         """The feature that handles each class of event."""
         self.frequent: dict[str, list[Callable[..., Any]]] = {}
-        """Bound methods by hook name, for the hooks that are called on most events; only methods
-        that override the default. In a decode-only step, calling the empty defaults would take
-        longer than everything else."""
+        """Bound methods by hook name, for hooks that are called on most events. Only methods that
+        override the default are listed: in a decode-only step, calling the empty defaults would
+        take longer than everything else."""
         for hook in _FREQUENT:
             default = getattr(Feature, hook)
             overriding = [f for f in features if getattr(type(f), hook) is not default]

@@ -24,13 +24,13 @@ from nanoactor.scheduling.steps.planned import PlannedRow, as_int32
 from nanoactor.scheduling.steps.turns import TurnBuilder
 
 _TIMEOUT_TICKS = 3
-"""Number of clock ticks after which a caller is overdue. The first tick may come immediately; each
-later tick comes half of `hold_timeout` after the one before."""
+"""Number of clock ticks after which a caller is overdue. The first tick may come immediately; later
+ticks are half of `hold_timeout` apart."""
 
 
 class HeldSequences(Feature):
-    """Resumes held sequences when their callers respond, and ends them when the callers are
-    overdue."""
+    """Resumes held sequences, which wait until their callers choose their next tokens. Ends
+    sequences whose callers are overdue."""
 
     def __init__(
         self,
@@ -52,7 +52,8 @@ class HeldSequences(Feature):
         return len(self._held_since)
 
     def note_results(self, rows: list[PlannedRow]) -> None:
-        """Mark as held the sequences whose tokens, sampled by these rows, have been reported."""
+        """Mark sequences as held if the tokens that these rows sampled were reported to their
+        callers."""
         for sequence in (row.sequence for row in rows):
             if sequence.is_held and sequence.phase is not Phase.FINISHED:
                 self._held_since[sequence.uid] = self._ticks
@@ -104,8 +105,9 @@ class HeldSequences(Feature):
         sequence.replace_tokens(tokens)
 
     def _fork(self, parents: dict[int, int], living: dict[int, Sequence]) -> set[int]:
-        """Fork sequences from their parents where possible, and return the uids of the forks. A
-        fork requires that both sequences have a slot and that one more block is free. Tokens of all
+        """Turn sequences into forks (copies that share blocks) of their parents where possible, and
+        return the uids of the forks. `parents` maps uids to the uids of the parents. A fork
+        requires that both sequences have a slot and that one more block is free. Tokens of all
         parents are read before any sequence resumes."""
         forks = [(living[uid], living[p]) for uid, p in parents.items() if uid != p]
         forks = [
@@ -150,8 +152,8 @@ class HeldSequences(Feature):
         """Return the running held sequence with the lowest priority, or None if there is none.
 
         Also returns None while any sequence waits for its prefix-cache lookup. A sequence that
-        waits for a slot must not depend on a caller. If it belongs to the same request as the held
-        ones, the caller waits for it, so neither would make progress.
+        waits for a slot must not have to wait for a caller. If it belongs to the same request as
+        the held ones, their caller waits for it in turn, so neither would make progress.
         """
         if any(sequence.phase is Phase.MATCHING for sequence in self._room.running):
             return None

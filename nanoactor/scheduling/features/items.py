@@ -52,7 +52,8 @@ class Pictures(Feature):
         self._pixels = RankResources("pixels", limits.ranks)
         self._num_requests = 0
         self._admission_turn = self._answered_turn = 0
-        """Number of the last turn with an admission, and of the last turn that was answered."""
+        """Number of the last turn (message to the block manager) with an admission, and of the last
+        turn that was answered."""
         self._retired: deque[EncoderEntry] = deque()
 
     # -- admissions -----------------------------------------------------------------------
@@ -77,8 +78,8 @@ class Pictures(Feature):
         self._forget_unused(event.turn)
 
     def _forget_unused(self, turn: int) -> None:
-        """Forget unused items once no outstanding answer can refer to them. `turn` is the last
-        answered turn."""
+        """Forget the unused items that no outstanding answer of the block manager can refer to.
+        `turn` is the number of the last turn (message to the block manager) that was answered."""
         self._answered_turn = turn
         while self._retired and self._retired[0].retired_at <= turn:
             entry = self._retired.popleft()
@@ -89,9 +90,10 @@ class Pictures(Feature):
     def _bind_entries(
         self, sequence: Sequence, items: SequenceItems, numbers: list[int], units: list[int]
     ) -> None:
-        """Record the cache entries and planned units of a sequence that starts running, and request
-        the pixels of items that are not encoded. `numbers` and `units` come from the block
-        manager's answer."""
+        """Record the cache entries of a sequence that starts running, and request the pixels of
+        items that are not fully encoded. `numbers` and `units` contain, for each item, the number
+        of its cache entry (-1 if the sequence does not need the item) and how many of its units are
+        already planned or encoded."""
         for item, (number, planned) in enumerate(zip(numbers, units, strict=True)):
             if number < 0:
                 items.entries.append(None)
@@ -188,8 +190,8 @@ class Pictures(Feature):
         entry.pixels, entry.source = 0, -1
 
     def flush(self, turn: TurnBuilder) -> list[Outgoing]:
-        """Return the messages to the vision workers, and add to the turn the pixels that the
-        runners may drop."""
+        """Return the messages to the vision workers, and add to `turn` (the next message to the
+        block manager) the pixels that the runners may drop."""
         out: list[Outgoing] = [(VISION.format(worker), message) for worker, message in self.out]
         drops, self.out, self.drops = self.drops, [], []
         if drops:
@@ -228,8 +230,8 @@ class Pictures(Feature):
         return bool(self._by_pixels)
 
     def plan_encoding(self, prefilling: Iterable[Sequence]) -> EncodeSlices | None:
-        """Return the slices of items that these sequences need next, in sequence order and within
-        the encoder's budget per step; None if there are none."""
+        """Return the slices of pictures and videos that these sequences need next, in sequence
+        order and within the encoder's budget per step; None if there are none."""
         if not self.entries:
             return None
         limits, remaining = self.limits, self.limits.budget
@@ -262,7 +264,8 @@ class Pictures(Feature):
             self._forget_pixels(entry)
 
     def note_done(self, step: int) -> None:
-        """Make the pages fenced by step `step` available again."""
+        """Record that step `step` is complete, and make the pages that only waited for it
+        available."""
         self.budget.complete(step)
 
     def check_idle(self) -> None:

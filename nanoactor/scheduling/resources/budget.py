@@ -29,13 +29,15 @@ class BlockBudget:
         self._blocks, self._slots = blocks, slots
         self._credits = blocks
         self._fenced_blocks: deque[tuple[int, int]] = deque()
-        """(fence, number of blocks) pairs, in ascending order of fences."""
+        """(last step that may use them, number of freed blocks) pairs, in ascending order of
+        steps."""
         self._unanswered: deque[tuple[int, int]] = deque()
-        """(turn number, fence) of each unanswered turn that releases blocks, oldest first."""
+        """(turn number, last step that may use the blocks) of each turn that releases blocks and
+        awaits its answer, oldest first."""
         self._free_slots = list(range(slots))
         """Free slots, as a heap."""
         self._fenced_slots: deque[tuple[int, int]] = deque()
-        """(fence, slot) pairs, in ascending order of fences."""
+        """(last step that may use it, released slot) pairs, in ascending order of steps."""
         self._completed = 0
 
     @property
@@ -45,7 +47,8 @@ class BlockBudget:
 
     @property
     def pending(self) -> int:
-        """Number of freed blocks that can be spent once their fences have passed."""
+        """Number of freed blocks that can be spent once the steps that may still use them are
+        complete."""
         return sum(freed for _, freed in self._fenced_blocks)
 
     @property
@@ -55,12 +58,12 @@ class BlockBudget:
 
     @property
     def oldest_unanswered(self) -> int | None:
-        """Fence of the oldest turn that releases blocks and is not answered yet; None if there is
-        none."""
+        """Fence (the last step that may use the freed blocks) of the oldest turn that releases
+        blocks and that the block manager has not answered yet; None if there is none."""
         return self._unanswered[0][1] if self._unanswered else None
 
     def debit(self, blocks: int) -> None:
-        """Spend this many blocks. Raises `ProtocolBug` if there are too few credits."""
+        """Spend this many blocks. Raises `ProtocolBug` if fewer are available."""
         if blocks > self._credits:
             raise ProtocolBug(
                 f"cannot spend {blocks} blocks: only {self._credits} credits are available"
@@ -68,18 +71,19 @@ class BlockBudget:
         self._credits -= blocks
 
     def refund(self, blocks: int) -> None:
-        """Refund this many debited blocks, which other sequences already hold; they can be spent at
-        once."""
+        """Refund the debit for this many blocks of a sequence, because other sequences already hold
+        them. The refund can be spent at once."""
         self._credits += blocks
 
     def expect(self, turn: int, fence: int) -> None:
-        """Record a turn that releases blocks and awaits its answer. Steps up to `fence` may use
-        these blocks."""
+        """Record that turn number `turn` (a message to the block manager) releases blocks. Steps up
+        to `fence` may still use these blocks."""
         self._unanswered.append((turn, fence))
 
     def answer(self, turn: int, fences: Iterable[tuple[int, int]]) -> None:
-        """Process the block manager's answer to all turns up to `turn`. `fences` are (fence, number
-        of freed blocks) pairs. Raises `ProtocolBug` if a fence belongs to none of these turns."""
+        """Process the block manager's answer to all turns up to number `turn`. `fences` contains
+        (fence, number of freed blocks) pairs: these blocks are available once step `fence` is
+        complete. Raises `ProtocolBug` if none of these turns has such a fence."""
         expected: set[int] = set()
         while self._unanswered and self._unanswered[0][0] <= turn:
             expected.add(self._unanswered.popleft()[1])
@@ -93,8 +97,8 @@ class BlockBudget:
         self._release_fenced()
 
     def complete(self, step: int) -> None:
-        """Record that step `step` is complete, and make everything fenced by it or earlier steps
-        available."""
+        """Record that step `step` is complete, and make the blocks and slots that waited for it or
+        an earlier step available."""
         self._completed = step
         self._release_fenced()
 
@@ -116,8 +120,8 @@ class BlockBudget:
             heapq.heappush(self._free_slots, self._fenced_slots.popleft()[1])
 
     def check_idle(self) -> None:
-        """Raise `ProtocolBug` unless all blocks and slots are available or wait for their
-        fences."""
+        """Raise `ProtocolBug` unless all blocks and slots are available or only wait for steps to
+        complete."""
         slots = len(self._free_slots) + len(self._fenced_slots)
         blocks = self._credits + self.pending
         if (slots, blocks) != (self._slots, self._blocks):
@@ -137,7 +141,8 @@ class PageBudget:
     def __init__(self, pages: int) -> None:
         self._pages = self._credits = pages
         self._fenced: deque[tuple[int, int]] = deque()
-        """(fence, number of pages) pairs, in ascending order of fences."""
+        """(last step that may use them, number of released pages) pairs, in ascending order of
+        steps."""
         self._completed = 0
 
     @property
@@ -147,11 +152,11 @@ class PageBudget:
 
     @property
     def spent(self) -> int:
-        """Number of pages that are neither available nor waiting for their fence."""
+        """Number of pages that were debited and have been neither refunded nor released."""
         return self._pages - self._credits - sum(pages for _, pages in self._fenced)
 
     def debit(self, pages: int) -> None:
-        """Spend this many pages. Raises `ProtocolBug` if there are too few credits."""
+        """Spend this many pages. Raises `ProtocolBug` if fewer are available."""
         if pages > self._credits:
             raise ProtocolBug(
                 f"cannot spend {pages} pages: only {self._credits} credits are available"
@@ -163,13 +168,13 @@ class PageBudget:
         self._credits += pages
 
     def release(self, pages: int, fence: int) -> None:
-        """Return this many pages; they can be spent again once step `fence` is complete."""
+        """Release this many pages. They can be spent again once step `fence` is complete."""
         self._fenced.append((fence, pages))
         self.complete(self._completed)
 
     def complete(self, step: int) -> None:
-        """Record that step `step` is complete, and make the pages fenced by it or earlier steps
-        available."""
+        """Record that step `step` is complete, and make the pages that waited for it or an earlier
+        step available."""
         self._completed = step
         while self._fenced and self._fenced[0][0] <= step:
             self._credits += self._fenced.popleft()[1]

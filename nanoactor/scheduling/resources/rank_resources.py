@@ -9,7 +9,8 @@ from nanoactor.errors import ProtocolBug
 
 @dataclasses.dataclass(slots=True)
 class _Resource:
-    """The state of one owner's resource."""
+    """One owner's request for a resource (a mask or pixels), and the versions that the ranks
+    hold."""
 
     version: int
     requested_at: int
@@ -62,12 +63,12 @@ class RankResources:
         self.missing += not self.is_ready(owner)
 
     def note_ready(self, rank: int, owner: int, version: int = 0) -> None:
-        """Record that a rank holds a version of an owner's resource; ignored if the owner was
-        dropped.
+        """Record that a rank has received a version of an owner's resource. Ignored if the owner
+        was dropped.
 
-        Raises `ProtocolBug` if the version is not newer than the one that the rank already held, or
-        if it is older than the one requested last. The same applies if it replaces a version that
-        is still requested.
+        Raises `ProtocolBug` if the version is older than the one requested last, if it is not newer
+        than the one that the rank already holds, or if it replaces a version that is still
+        requested.
         """
         resource = self._resources.get(owner)
         if resource is None:
@@ -86,8 +87,8 @@ class RankResources:
         )
 
     def is_ready(self, owner: int) -> bool:
-        """Return True if every rank holds the version of the resource that the owner has
-        requested."""
+        """Return True if every rank holds the version of the resource that the owner has requested;
+        False if the request was withdrawn."""
         resource = self._resources[owner]
         if not resource.is_requested:
             return False

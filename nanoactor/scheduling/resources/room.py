@@ -25,8 +25,8 @@ class Room(NamedTuple):
 
     @property
     def credits(self) -> int:
-        """Number of blocks that copies may spend: all credits, less the blocks reserved for running
-        sequences."""
+        """Number of blocks that may be spent on copies of sequences: all available blocks, less
+        those reserved for running sequences."""
         return self.budget.credits - self.reserved_blocks()
 
     @property

@@ -12,7 +12,8 @@ from collections.abc import Iterable
 from nanoactor.messages.engine import FreeText
 
 NO_GATE = -1
-"""Gate value of a sequence whose grammar already applies."""
+"""Value that replaces the gate (the id of the token that ends the free text) once the grammar
+applies."""
 
 
 def first_gate(free: FreeText | None) -> int:
@@ -43,8 +44,8 @@ def next_gate(free: FreeText, gate: int, index: int, token: int) -> int:
 
 
 def replay_free_text(free: FreeText | None, output: Iterable[int]) -> tuple[int, list[int]]:
-    """Return the gate of a resumed sequence after `output`, and the output tokens to replay to its
-    grammar."""
+    """Return the gate (the id of the token that ends the current free text) of a sequence that
+    resumes after `output`, and the tokens of `output` to replay to its grammar."""
     gate, replayed = first_gate(free), list[int]()
     for index, token in enumerate(output):
         before = gate

@@ -18,7 +18,7 @@ from nanoactor.scheduling.sequences.free_text import (
 
 @dataclasses.dataclass(slots=True)
 class GrammarState:
-    """The grammar state of one sequence. `Constraints` creates and updates it."""
+    """The state of one sequence's grammar, created on arrival and updated by `Constraints`."""
 
     free: FreeText | None
     """The free text before the grammar; None if the grammar applies from the start."""

@@ -14,4 +14,4 @@ class SequenceGroup(Generic[M]):
     def __init__(self, uids: range) -> None:
         self.uids = uids
         self.followers: list[M] = []
-        """Sequences that wait until another one has computed the prompt, by uid."""
+        """Sequences that wait until another one has computed the prompt, in uid order."""

@@ -49,8 +49,8 @@ class SeenNumbers:
 
 
 class StopIds:
-    """Counts, for each token id, the live sequences that the token may end or whose free text it
-    may end."""
+    """For each token id, the number of live sequences that the token may end. Sequences in which it
+    may end only the free text count too."""
 
     def __init__(self) -> None:
         self._total = 0

@@ -19,15 +19,16 @@ class EncoderEntry:
     worker: int
     units: EncodeUnits
     planned: int
-    """Number of units that the planned steps encode, counted from the first unit."""
+    """Number of units (parts of the encoding, done in order) that planned steps encode."""
     users: dict[int, tuple[Any, int]] = dataclasses.field(default_factory=dict)
     """(sequence, index of this item in that sequence) of each user of the entry, by uid."""
     pixels: int = 0
     """Number of the request for the item's pixels; 0 if the pixels are not requested."""
     source: int = -1
-    """Uid of the sequence whose bytes the pixels are decoded from; -1 if there is none."""
+    """Uid of the sequence whose request supplies the bytes to decode; -1 if there is none."""
     retired_at: int = 0
-    """Number of the last turn with an admission when the last user left."""
+    """Number of the latest turn (message to the block manager) with an admission, as of the time
+    when the last user left."""
 
     @property
     def is_complete(self) -> bool:
@@ -49,8 +50,8 @@ class SequenceItems:
     """Index after the last prompt token of each item."""
     pages: int
     short: int = 0
-    """Maximum number of tokens before an unencoded item for which no separate step is worthwhile,
-    as in `EncoderLimits.short_prefix`."""
+    """Up to this many tokens before an unencoded item wait for the item instead of taking a
+    separate step, as in `EncoderLimits.short_prefix`."""
     entries: list[EncoderEntry | None] = dataclasses.field(default_factory=list)
     """Cache entry of each item; None for items that the sequence no longer needs. Empty until the
     block manager has answered the admission."""
@@ -74,9 +75,9 @@ class SequenceItems:
         )
 
     def prefill_end(self, start: int, target: int) -> int:
-        """Return the end (at most `target`) of the positions from `start` on that can be computed
-        now. All rows of a span must be planned for encoding before any of its tokens is
-        computed."""
+        """Return the end (exclusive, at most `target`) of the positions from `start` on that can be
+        computed now. A range of tokens that stands for rows of a picture or video can be computed
+        only once the encoding of all these rows is planned."""
         if not self.entries:
             return target
         for item, first_row, token_start, stop in self.spans:

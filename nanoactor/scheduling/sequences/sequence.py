@@ -71,7 +71,8 @@ class History:
 
 @dataclasses.dataclass(slots=True)
 class PromptReading:
-    """Progress in reading the hidden states of a prompt's positions, for scoring or pooling."""
+    """Progress in reading the hidden states of a prompt's positions, for log-probabilities or
+    pooling."""
 
     flag: int
     """Flag of the rows whose hidden states are read: `Want.SCORE` or `Want.POOL`."""
@@ -82,8 +83,9 @@ class PromptReading:
 
     @classmethod
     def of(cls, spec: RequestSpec, prompt_length: int, kind: str) -> PromptReading | None:
-        """Return the reading that a request needs; None if it needs no state other than that of the
-        prompt's last position. `kind` is the model's pooling method."""
+        """Return the initial progress of a request; None if the request needs no hidden state other
+        than that of the prompt's last position. `kind` is the model's pooling method, as in
+        `PoolingConfig.kind`."""
         if spec.prompt_logprobs >= 0:
             return cls(SCORE, prompt_length - 1)
         if not spec.pools or kind not in ("mean", "cls"):
@@ -101,8 +103,8 @@ class PromptReading:
         return min(stop, self.num_read) if start < self.num_read < self.end else stop
 
     def read_row(self, start: int, stop: int) -> int:
-        """Return the flag of a row over positions `start` to `stop` (exclusive), and count these as
-        read. Return 0 if the row reads nothing."""
+        """Return `flag` if a row over positions `start` to `stop` (exclusive) is read, and count
+        these positions as read. Return 0 if the row is not read."""
         if start < self.num_read or self.is_done:
             return 0
         self.num_read = stop
@@ -121,7 +123,8 @@ class Sequence:
     uid: int
     spec: RequestSpec
     """The request's specification, shared by all of its sequences. Exceptions: the sampling
-    parameters are per sequence (`sampling`), and only the first sequence has its prompt scored."""
+    parameters are per sequence (`sampling`), and only the first sequence reports log-probabilities
+    of the prompt."""
     priority_key: tuple[int, int]
     """Sort key: the sequence with the lowest key is admitted first and preempted last."""
     table: RunningTable
@@ -134,7 +137,8 @@ class Sequence:
     sampling: bytes
     group: SequenceGroup[Sequence]
     reading: PromptReading | None = None
-    """Reading of the prompt's hidden states; None if no state before its last position is read."""
+    """Progress in reading the prompt's hidden states; None if at most that of the last position is
+    needed."""
     grammar: GrammarState | None = None
     items: SequenceItems | None = None
     """Pictures and videos in the prompt; None if there are none."""
@@ -144,14 +148,15 @@ class Sequence:
     resumed_to: int = 0
     """Number of known tokens on arrival if the sequence resumed with part of its output; else 0."""
     reported: int = -1
-    """Last position whose token was reported to the caller; -1 unless the sequence is a held
-    one."""
+    """Last position whose sampled token was reported to the caller without being appended; -1 if
+    there is none."""
     phase: Phase = Phase.WAITING
     slot: int = -1
     starved_since: int = 0
     """First step that the sequence skipped for lack of a block; 0 if it lacks none."""
     last_step: int = 0
-    """Last step in flight that contained the sequence when it was preempted."""
+    """Number of the last step that contained the sequence and was in flight when the sequence was
+    preempted; 0 if there was none."""
     history: History = dataclasses.field(default_factory=History)
 
     @classmethod
@@ -163,8 +168,8 @@ class Sequence:
     ) -> list[Sequence]:
         """Return the sequences of an arrived request, in uid order.
 
-        Each unit of priority counts as `priority_window` places in the order of arrival. At most
-        that many later requests overtake a sequence per unit of priority difference.
+        In the queue, a priority that is lower by one (more urgent) counts like an arrival
+        `priority_window` places earlier.
         """
         tokens, hashes, spec = event.token_ids.copy(), event.hashes.copy(), copy_arrays(event.spec)
         samplings, output = split_rows(spec.sampling), tokens[event.prompt_length :].tolist()
@@ -203,7 +208,7 @@ class Sequence:
         self.phase = Phase.WAITING
 
     def assign_slot(self, slot: int) -> None:
-        """Assign a slot to the sequence, which then waits for the answer to its admission."""
+        """Assign a slot to the sequence, which then waits for its prefix-cache lookup."""
         self.phase, self.slot = Phase.MATCHING, slot
 
     def run(self) -> None:
@@ -215,7 +220,8 @@ class Sequence:
         self.saved_tokens, self.slot, self.starved_since = self.tokens.copy(), -1, 0
 
     def hold(self) -> None:
-        """Mark a sequence without a slot as held."""
+        """Mark the sequence, which must have no slot, as held: it waits for its caller, or for a
+        result that its caller needs."""
         self.phase = Phase.HELD
 
     def finish(self) -> None:
@@ -227,8 +233,8 @@ class Sequence:
         self.saved_tokens = tokens
 
     def record_starved(self, step: int) -> None:
-        """Record that the sequence skips step `step` for lack of a block. 0 means that it received
-        one."""
+        """Record that the sequence skips step `step` for lack of a block. If `step` is 0, record
+        that it has received one."""
         self.starved_since = (self.starved_since or step) if step else 0
 
     def note_preemption(self, last_step: int) -> None:
@@ -242,8 +248,8 @@ class Sequence:
         self.discarded_until = step
 
     def note_reported(self) -> int:
-        """Record that the token after the known ones is reported to the caller. Return its index in
-        the output."""
+        """Record that the next token was sampled and reported to the caller without being appended.
+        Return its index in the output."""
         self.reported = self.length
         return self.length - self.prompt_length
 
@@ -263,14 +269,13 @@ class Sequence:
 
     @property
     def is_held(self) -> bool:
-        """True if the sequence waits only for its caller, so that no step in flight has a row of
-        it."""
+        """True if the sequence waits only for its caller, so that no step in flight contains it."""
         return self.spec.held and self.reported == self.length
 
     @property
     def is_computed(self) -> bool:
-        """True if the sequence has a caller that decides what is computed next, and all its known
-        tokens are scheduled. Its results may still be in flight."""
+        """True if the sequence's caller chooses its tokens, and planned steps compute all tokens
+        chosen so far. Results may still be in flight."""
         return self.spec.held and self.scheduled == self.length
 
     @property
@@ -291,8 +296,8 @@ class Sequence:
 
     @property
     def freeze_ids(self) -> tuple[int, ...]:
-        """Ids of the tokens after which the device stops decoding the sequence: it ends, or
-        continues under masks."""
+        """Ids of the tokens after which the device stops decoding the sequence, because it ends or
+        continues under a grammar's masks."""
         gate = self.grammar.last_gate if self.grammar else NO_GATE
         return self.end_ids if gate == NO_GATE else (gate, *self.end_ids)
 
@@ -307,8 +312,8 @@ class Sequence:
         return self.phase is not Phase.FINISHED and step > self.discarded_until
 
     def refuses(self, token: int) -> bool:
-        """Return True if a token would end the sequence before its constrained output, which is not
-        allowed."""
+        """Return True if a token must be dropped because it would end the sequence before its
+        constrained output."""
         must_continue = self.grammar is not None and self.grammar.must_continue
         if not must_continue or token not in self.spec.stopping.eos_ids:
             return False
@@ -332,14 +337,15 @@ class Sequence:
 
     @property
     def prefill_end(self) -> int:
-        """End of the positions that can be prefilled now, limited by the sequence's blocks and by
-        how many of its pictures have been encoded."""
+        """End (exclusive) of the positions that can be prefilled now: the sequence has blocks for
+        them, and the encoding of their pictures is planned."""
         target = min(self.target, int(self.table.capacity[self.slot]))
         return target if self.items is None else self.items.prefill_end(self.scheduled, target)
 
     @property
     def is_starving(self) -> bool:
-        """True if the sequence is running and needs another block for its next known token."""
+        """True if the sequence is running and needs another block before it can prefill its next
+        known token."""
         return (
             self.phase is Phase.RUNNING
             and self.scheduled == int(self.table.capacity[self.slot]) < self.target
@@ -368,13 +374,14 @@ class Sequence:
 
     @property
     def max_hits(self) -> int:
-        """Maximum number of leading positions that may come from the prefix cache. Positions that
-        are still to be scored or pooled must be computed."""
+        """Maximum number of leading positions that may come from the prefix cache. Positions whose
+        hidden states are still to be read for log-probabilities or pooling must be computed."""
         return _ALL if self.is_prompt_read or self.reading is None else self.reading.num_read
 
     @property
     def is_prompt_read(self) -> bool:
-        """True if no state of the prompt is left to be read for scoring or pooling."""
+        """True if no hidden state of the prompt is left to be read for log-probabilities or
+        pooling."""
         return self.reading is None or self.reading.is_done
 
     @property
@@ -385,7 +392,7 @@ class Sequence:
 
     @property
     def last_want(self) -> int:
-        """Flag (`Want`) of the row that completes the sequence's prefill."""
+        """Flag (`Want`) that is set on the row that completes the sequence's prefill; 0 if none."""
         if self.spec.pools:
             return POOL if self.reading is None else 0
         return KEEP if self.is_constrained else SAMPLE

@@ -33,9 +33,11 @@ class RunningTable:
         self._block_size = block_size
         self.occupied = np.zeros(slots, np.bool_)
         self.running = np.zeros(slots, np.bool_)
-        """True if the admission of the slot's sequence is answered or needs no answer; by slot."""
+        """True if the slot's sequence has started, with its prefix-cache lookup done or
+        unnecessary; by slot."""
         self.stepwise = np.zeros(slots, np.bool_)
-        """True if the slot's sequence never decodes; by slot."""
+        """True if the slot's sequence never decodes, because its tokens are masked or chosen by its
+        caller; by slot."""
         self.uids = np.zeros(slots, np.int64)
         self.prompts = np.zeros(slots, np.int64)
         """Prompt length by slot, which is also the index of the first output token."""
@@ -48,13 +50,14 @@ class RunningTable:
         """Number of the slot's blocks that other slots also hold, according to the latest answer;
         by slot."""
         self.admission_turns = np.zeros(slots, np.int64)
-        """Number of the turn in which the slot was assigned to its sequence; by slot."""
+        """Number of the turn (message to the block manager) that assigned the slot to its sequence;
+        by slot."""
         self.tokens = np.empty((slots, max_model_len), np.int32)
         """Known tokens by slot, (slots, max_model_len). Pages that are never written use no
         physical memory."""
 
         self._scheduled = np.zeros(slots, np.int64)
-        """Number of positions that the planned steps compute, by slot, without the steps in
+        """Number of positions that the planned steps compute, by slot, not counting the steps in
         `_pending_steps`."""
         self._last_version = 0
         self._batch = DecodeBatch(0, np.empty(0, np.int64), np.zeros(slots, np.bool_))
@@ -90,8 +93,8 @@ class RunningTable:
         self.tokens[slot, : len(tokens)] = tokens
 
     def copy(self, slot: int, tokens: Int32, blocks: int) -> None:
-        """Overwrite a slot that never decodes with a copy: `tokens`, all of them computed, and
-        `blocks` blocks."""
+        """Replace the content of a slot by a copy of another sequence: `tokens` (int32), which are
+        all computed already, and `blocks` blocks. The slot must be one that never decodes."""
         self.targets[slot] = self.known[slot] = self._scheduled[slot] = len(tokens)
         self.tokens[slot, : len(tokens)] = tokens
         self.capacity[slot] = blocks * self._block_size
@@ -102,8 +105,9 @@ class RunningTable:
         self.running[slot], self._scheduled[slot] = True, computed
 
     def note_shared(self, slots: Int32, shared: Int32, turn: int) -> None:
-        """Record how many blocks each of these slots shares with other slots, as of turn `turn`.
-        Slots that were reassigned after that turn are ignored."""
+        """Record how many blocks each of these slots shares with other slots, as of turn number
+        `turn` (a message to the block manager). Slots that were reassigned after that turn are
+        ignored."""
         current = self.occupied[slots] & (self.admission_turns[slots] <= turn)
         self.shared[slots[current]] = shared[current]
 
@@ -143,8 +147,8 @@ class RunningTable:
         return scheduled + self._pending_steps if self._batch.members[slot] else scheduled
 
     def readiness(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-        """Return two bool arrays by slot: whether it can decode now, and whether it lacks only a
-        block to do so.
+        """Return two bool arrays by slot: True for the slots that can decode now, and True for
+        those that could decode if they had another block.
 
         A slot can decode if its prompt is computed and one more token fits within its limit.
         Position p samples token p + 1.
@@ -157,7 +161,8 @@ class RunningTable:
 
     @property
     def lacks_block(self) -> NDArray[np.bool_]:
-        """True for each slot whose running sequence needs a block for its next known token."""
+        """True for each slot whose running sequence needs another block before it can prefill its
+        next known token."""
         lacks: NDArray[np.bool_] = self.running & (self.scheduled == self.capacity)
         return lacks & (self.capacity < self.targets)
 
@@ -254,7 +259,8 @@ class RunningTable:
 
 @dataclasses.dataclass(slots=True)
 class BatchColumns:
-    """Cached columns of the batch that last received tokens, which is usually also the next batch.
+    """Columns of the table (counters by slot) for the batch that last received tokens. They are
+    cached because the next batch is usually the same.
 
     All slots of the batch are occupied; the columns are dropped when a sequence leaves one of them.
     """

@@ -28,8 +28,8 @@ class Arrivals:
     def admit(
         self, event: Admit, sequences: list[Sequence]
     ) -> tuple[list[Sequence], list[Outgoing]]:
-        """Register a request's sequences. Return the live ones and the `Open` messages for the
-        detokenizer."""
+        """Register a request's sequences. Return those that were not aborted before they arrived,
+        and their `Open` messages for the detokenizer."""
         live = [s for s in sequences if not self._consume_tombstone(s.uid)]
         out: list[Outgoing] = []
         for sequence in live:
@@ -64,8 +64,8 @@ class Arrivals:
         return True
 
     def note_early_abort(self, event: Abort) -> bool:
-        """If the request of an abort has not arrived yet, record the abort for when it does, and
-        return True. Otherwise return False."""
+        """Return True if an abort has arrived before its request, which will then be aborted on
+        arrival; otherwise return False."""
         if event.uid not in self.seen:
             self.tombstones.add(event.uid)
             return True

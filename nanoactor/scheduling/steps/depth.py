@@ -12,13 +12,14 @@ AHEAD_SECONDS = 0.002
 """Seconds of work to keep queued on the device while the host processes a result and plans the next
 step. On the host of an H200, this takes about 1 ms, and occasionally 2 ms."""
 STEPWISE_SECONDS = 0.0025
-"""Replaces `AHEAD_SECONDS` while some sequences never decode; the host then takes about 2 ms."""
+"""Value used instead of `AHEAD_SECONDS` while the tokens of some sequence are masked or chosen by
+its caller. The host then takes about 2 ms per step."""
 
 
 class _Planned(Protocol):
     @property
     def is_decode_step(self) -> bool:
-        """True if the step has decode rows, computes no prompts, and encodes nothing."""
+        """True if the step has decode rows, computes no prompts, and encodes no pictures."""
 
 
 class PipelineDepth:
@@ -29,7 +30,8 @@ class PipelineDepth:
     waits for all steps in flight.
 
     More than `min_depth` steps are in flight only if all of them are decode steps, without prompts.
-    Steps with prompts are long, and a sequence that never decodes has only one step in flight.
+    Steps with prompts are long. A sequence whose tokens are masked or chosen by its caller has only
+    one step in flight in any case.
     """
 
     def __init__(self, min_depth: int, max_depth: int) -> None:
@@ -55,7 +57,8 @@ class PipelineDepth:
 
     def has_room(self, in_flight: Collection[_Planned], *, stepwise: bool) -> bool:
         """Return True if another step may be planned after those in flight. `stepwise` is True if
-        some sequence never decodes, so that the host takes longer per step."""
+        the tokens of some running sequence are masked or chosen by its caller, so that the host
+        takes longer per step."""
         if self.is_paused:
             return False
         steps = len(in_flight)

@@ -1,4 +1,4 @@
-"""Buffer of tokens, scores and end reasons on their way to the detokenizer."""
+"""Buffer of tokens, log-probabilities and end reasons on their way to the detokenizer."""
 
 from __future__ import annotations
 
@@ -76,7 +76,8 @@ class OutputBuffer:
         self._vectors.append((uid, vector))
 
     def append_results(self, results: Results) -> tuple[list[tuple[Int32, Int32]], list[Sequence]]:
-        """Append a step's tokens to their sequences, or only report them for held sequences.
+        """Append a step's tokens to their sequences. For held sequences, whose callers choose the
+        tokens to append, only report them.
 
         Returns the (slots, tokens) arrays of the sequences that still hold a slot, and the
         sequences whose new token may end them or their free text.
@@ -110,8 +111,8 @@ class OutputBuffer:
         return appended
 
     def _drop(self, sequence: Sequence, token: int) -> None:
-        """Drop a sampled token. If the sequence refused it, record the sequence for
-        `take_refused`."""
+        """Drop a sampled token. If the sequence refused it (an end-of-sequence token before the
+        constrained output), record the sequence for `take_refused`."""
         self._statistics.count_overrun()
         if sequence.accepts_step(self._step):
             self._refusing.append(sequence)
@@ -171,15 +172,16 @@ class OutputBuffer:
         sequence.discard_results(step)
 
     def take_refused(self) -> list[Sequence]:
-        """Return the sequences that have refused an end-of-sequence token since the last call."""
+        """Return the sequences that have refused an end-of-sequence token since the last call,
+        because their constrained output is still to come."""
         refused, self._refusing = self._refusing, []
         return refused
 
     def _refused(
         self, slots: Slots, tokens: Int32, watched: NDArray[np.bool_]
     ) -> NDArray[np.bool_]:
-        """Return True for each token that its sequence refuses. Only watched tokens can be
-        refused."""
+        """Return a bool array that is True for each token that would end its sequence before the
+        constrained output. Only tokens marked in `watched` are checked."""
         refused = np.zeros(len(slots), np.bool_)
         owners = self._running.owners(slots[watched])
         ids = tokens[watched].tolist()
@@ -187,8 +189,8 @@ class OutputBuffer:
         return refused
 
     def finish(self, uid: int, end: End, sequence: Sequence | None = None) -> None:
-        """Queue the `Finish` message of a request; `sequence` supplies its history, if it has
-        one."""
+        """Queue the `Finish` message of a sequence. If `sequence` is None, the sequence never ran,
+        and its history is empty."""
         history = sequence.history if sequence else History()
         finish = Finish(
             uid,
@@ -216,7 +218,7 @@ class OutputBuffer:
 
 
 def _selected(scores: TokenScores, kept: NDArray[np.bool_]) -> TokenScores:
-    """Return a copy of the scores where `kept`, (scores,), is True."""
+    """Return a copy of the scores for which `kept`, bool (scores,), is True."""
     if kept.all():
         return copy_arrays(scores)
     tops = np.repeat(kept, scores.counts)

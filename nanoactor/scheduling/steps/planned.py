@@ -34,7 +34,7 @@ class PlannedRow(NamedTuple):
     start: int
     length: int
     wants: int
-    """Flags (`nanoactor.messages.rows.Want`), as a plain int."""
+    """Flags (`nanoactor.messages.rows.Want`) for what the row yields, as a plain int."""
     source: int = -1
     """Slot that this row's sequence is copied from; -1 if it does not start as a copy."""
 
@@ -56,7 +56,8 @@ class PlannedRow(NamedTuple):
 
     @property
     def num_scored(self) -> int:
-        """Number of positions in the row whose next tokens are scored."""
+        """Number of prompt log-probabilities that the row yields: one per position, for the token
+        after it."""
         last = self.sequence.prompt_length - 1
         return min(self.length, last - self.start) if self.wants & SCORE else 0
 
@@ -80,7 +81,7 @@ class PlannedStep:
 
     @property
     def is_decode_step(self) -> bool:
-        """True if the step has decode rows, computes no prompts, and encodes nothing."""
+        """True if the step has decode rows, computes no prompts, and encodes no pictures."""
         if not len(self.decode_batch.slots) or self.encodes:
             return False
         return all(row.may_decode for row in self.rows)

@@ -17,7 +17,7 @@ from nanoactor.scheduling.steps.planned import PlannedRow, PlannedStep
 
 
 class WaitingQueue:
-    """Heap of sequences that wait for a slot, by priority.
+    """Heap of sequences that wait for a slot (a place in the running batch), by priority.
 
     A sequence that ends while it waits is not removed at once, because finding it would take too
     long. Ended sequences are removed at the head, or when they are more than half of all entries.
@@ -94,7 +94,7 @@ class WaitingQueues:
         return parked if head is None or parked.priority_key < head.priority_key else head
 
     def pop(self, sequence: Sequence) -> None:
-        """Remove the sequence that `head` returned last."""
+        """Remove `sequence`, which must be the one that `head` returned last."""
         self._queue_of(sequence).pop()
 
     def note_end(self, sequence: Sequence) -> None:
@@ -106,8 +106,8 @@ class WaitingQueues:
         return sequence.uid in self._parked_uids
 
     def _queue_of(self, sequence: Sequence) -> WaitingQueue:
-        """Return the queue that contains a sequence, which is about to leave it. The sequence is no
-        longer parked."""
+        """Return the queue that contains a sequence that is about to leave it. The sequence no
+        longer counts as waiting for encoder-cache pages."""
         if sequence.uid not in self._parked_uids:
             return self._ready
         self._parked_uids.remove(sequence.uid)
@@ -205,8 +205,8 @@ class RunningBatch:
         self.prefill_version += 1
 
     def enter_computed(self, sequence: Sequence, slot: int, blocks: int) -> None:
-        """Assign a slot and `blocks` blocks to a sequence whose known tokens a planned step
-        computes."""
+        """Assign a slot and `blocks` blocks to a sequence that starts as a copy, and add it to the
+        batch. A planned step computes all its known tokens, so it has nothing to prefill."""
         self.enter(sequence, slot, blocks)
         self.table.shared[slot] = sequence.length // self._block_size
         self._prefills.remove(sequence)
@@ -228,7 +228,8 @@ class RunningBatch:
 
     @property
     def starving(self) -> list[Sequence]:
-        """Running sequences that need a block for their next known token."""
+        """Running sequences that need another block before they can prefill their next known
+        token."""
         return self.owners(np.flatnonzero(self.table.lacks_block))
 
     @property
@@ -237,14 +238,16 @@ class RunningBatch:
         return [sequence for sequence in self.stepwise if sequence.is_constrained]
 
     def queue_prefill(self, sequence: Sequence) -> None:
-        """Queue the known but uncomputed positions of a sequence; ignored without a slot."""
+        """Queue a sequence for prefilling its known tokens that no step computes yet. Does nothing
+        if the sequence has no slot."""
         if sequence.slot >= 0 and sequence not in self._prefills:
             self._add_prefill(sequence)
 
     def choose_rows(self, budget: int, turn: int) -> list[PlannedRow]:
         """Return the rows of a step outside its decode batch, with at most `budget` positions in
-        total: first at least one position of each sequence that never decodes, then prompts by
-        priority."""
+        total. First comes at least one position of each sequence that never decodes and is past its
+        prompt, then prompts follow by priority. `turn` is the number of the current turn (message
+        to the block manager). Sequences that it admits may join the step."""
         stepwise = [s for s in self.prefilling if s.continues and s.prefill_end > s.scheduled]
         rows: list[PlannedRow] = []
         for index, sequence in enumerate(stepwise):
@@ -268,9 +271,9 @@ class RunningBatch:
         return rows
 
     def _try_join(self, sequence: Sequence, budget: int, turn: int) -> bool:
-        """If possible, start a sequence that is admitted in this turn in the same turn's step,
-        without waiting for its prefix-cache lookup. Return True if the sequence starts; it is then
-        running."""
+        """If possible, start a sequence in the step of the turn that admits it (number `turn`),
+        without waiting for its prefix-cache lookup. The step must have room for all its tokens.
+        Return True if the sequence was started."""
         fits = sequence.length <= budget and sequence.items is None and not sequence.resumed_to
         fits &= not sequence.is_constrained  # forced tokens may end it before its answer
         reads_nothing = sequence.is_prompt_read or not sequence.max_hits
@@ -308,8 +311,8 @@ class RunningBatch:
         return max(1, sequence.prompt_length - start)
 
     def rewind(self, sequence: Sequence) -> None:
-        """Make a sequence continue in its new state after its newest known token. Whatever steps in
-        flight compute beyond that token is ignored."""
+        """Make a sequence continue after its newest known token, because it has switched between
+        free text and its grammar. Whatever steps in flight compute beyond that token is ignored."""
         stepwise = sequence.is_stepwise
         self.table.rewind(sequence.slot, sequence.length - 1, stepwise=stepwise)
         if (sequence in self.stepwise) is not stepwise:

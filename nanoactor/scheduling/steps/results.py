@@ -30,7 +30,8 @@ class Results(NamedTuple):
     choiceless: list[Sequence]
     """Sequences whose rules leave no token to sample."""
     frozen: int = 0
-    """Number of decode rows that did nothing because the device had frozen their slots."""
+    """Number of decode rows without a token. The device stops decoding a slot (freezes it) when it
+    samples a token that ends the sequence or its free text."""
     pooled: Sequence_[tuple[PlannedRow, Float32]] = ()
     """(row, vector) of each pooling row with a finite vector."""
 
@@ -63,8 +64,8 @@ def _has_vectors(due: PlannedStep, event: StepDone) -> bool:
 
 
 def split_rows(done: PlannedStep, event: StepDone, running: RunningBatch) -> Results:
-    """Group a step's rows by outcome. Raises `ProtocolBug` if the device has frozen the slot of a
-    sequence that is still decoding."""
+    """Group a step's rows by outcome. Raises `ProtocolBug` if the device has stopped decoding a
+    sequence that, according to the scheduler, still decodes."""
     batch, num_decodes = done.decode_batch, len(done.decode_batch.slots)
     tokens = event.token_ids[:num_decodes].copy()
     sampling = [row for row in done.rows if row.samples]

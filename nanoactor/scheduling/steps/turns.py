@@ -1,4 +1,5 @@
-"""Builder of `Turn` messages. A turn holds all scheduler decisions that follow from one event."""
+"""Builder of `Turn` messages. A turn contains all scheduler decisions that follow from one
+event."""
 
 from __future__ import annotations
 
@@ -39,7 +40,7 @@ class TurnBuilder:
 
     def __init__(self, table: RunningTable) -> None:
         self.number = 1
-        """Number of the turn that is being built, counted from 1."""
+        """Number of the turn (message to the block manager) that is being built, counted from 1."""
         self._table = table
         self._done = 0
         """Number of the last finished step that was reported to the block manager."""
@@ -75,12 +76,12 @@ class TurnBuilder:
         self._forks += pairs
 
     def add_known(self, slots: Int32, tokens: Int32) -> None:
-        """Add one newly known token (int32) for each of these slots."""
+        """Add one newly appended token (int32) for each of these slots."""
         if len(slots):
             self._known.append((slots, tokens))
 
     def add_known_run(self, slot: int, tokens: Int32) -> None:
-        """Add newly known tokens of a slot that were not sampled from rows but forced by a
+        """Add newly appended tokens of a slot (int32) that were not sampled but forced by a
         grammar."""
         self._runs.append((slot, tokens))
 
@@ -148,7 +149,7 @@ class TurnBuilder:
 
     @property
     def releases_blocks(self) -> bool:
-        """True if the turn frees blocks, which then need a fence."""
+        """True if the turn frees blocks, which steps in flight may still use."""
         return bool(self._frees or self._forks)
 
     def build(self, done: int, fence: int, *, may_wait: bool) -> Turn | None:

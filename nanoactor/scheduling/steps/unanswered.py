@@ -44,22 +44,24 @@ class UnansweredTurns:
         self.held_back: deque[StepDone] = deque()
 
     def note_admission(self, turn: int, sequence: Sequence) -> None:
-        """Record an admission that is sent to the block manager in turn `turn`."""
+        """Record an admission that is sent to the block manager in turn (message) number `turn`."""
         self._admissions.append(PendingAdmission(turn, sequence))
 
     def note_first_rows(self, turn: int, step: int, uids: set[int]) -> None:
-        """Record which sequences admitted in turn `turn` have their first row in step `step`.
-        `uids` are the uids of all sequences with rows in that step."""
+        """Record which of the sequences admitted in turn (message to the block manager) number
+        `turn` have their first row in step `step`. `uids` are the uids of all sequences with rows
+        in that step."""
         for entry in self._admissions:
             if entry.turn == turn and entry.sequence.uid in uids:
                 entry.step = step
 
     def note_failure(self, turn: int) -> None:
-        """Record that turn `turn` reports a failure."""
+        """Record that turn (message to the block manager) number `turn` reports a failure."""
         self._last_failure_turn = turn
 
     def note_answer(self, turn: int) -> None:
-        """Record that the block manager has answered all turns up to `turn`."""
+        """Record that the block manager has answered all turns (messages to it) up to number
+        `turn`."""
         self._answered = turn
 
     def pop(self, uid: int) -> PendingAdmission:

@@ -24,8 +24,8 @@ _DELTAS = {
     "call": ("input_json_delta", "partial_json"),
 }
 _UNSIGNED = "unsigned"
-"""Signature of reasoning that is returned as text. Clients do not send thinking blocks back without
-a signature."""
+"""Placeholder signature of a thinking block whose text is returned. Clients do not send back a
+thinking block that has no signature."""
 
 
 class MessagesWriter(BlockWriter):
@@ -34,8 +34,8 @@ class MessagesWriter(BlockWriter):
     ping = encode({"type": "ping"})
 
     def __init__(self, answer: Answer, *, omits_thoughts: bool = False) -> None:
-        """Create the writer. `omits_thoughts` replaces the text of reasoning with an encoded copy
-        in the block's signature."""
+        """Create the writer. If `omits_thoughts` is True, reasoning is returned in encoded form in
+        the block's `signature`, instead of as text."""
         super().__init__(answer)
         self._omits_thoughts = omits_thoughts
         self._id = f"msg_{uuid.uuid4().hex[:24]}"
@@ -76,8 +76,8 @@ class MessagesWriter(BlockWriter):
         }
 
     def _usage(self) -> dict[str, int]:
-        """Return the token counts in Anthropic's format. Input tokens exclude the prompt tokens
-        found in the prefix cache, whose number is known only at the end."""
+        """Return the token counts so far, in Anthropic's format. Input tokens exclude the prompt
+        tokens found in the prefix cache, which are known only once the answer is complete."""
         answer = self.answer
         return {
             "input_tokens": answer.prompt_tokens - answer.cached_tokens,
@@ -112,7 +112,8 @@ class MessagesWriter(BlockWriter):
         """Do nothing, because this API has no log-probabilities."""
 
     def new_block(self, kind: str, call: dict[str, Any]) -> dict[str, Any]:
-        """Create an empty content block of this kind."""
+        """Return an empty content block. `kind` is "text", "thoughts" or "call". For a call, `call`
+        contains its id and name."""
         if kind == "call":
             return {"type": "tool_use", "id": call["id"], "name": call["name"], "input": {}}
         return dict(_EMPTY[kind])
@@ -146,5 +147,6 @@ class MessagesWriter(BlockWriter):
         return [*events, self._event("content_block_stop")]
 
     def _event(self, kind: str, **members: Any) -> Event:
-        """Return an event of this type for the latest block."""
+        """Return an event of type `kind` about the latest block. `members` are its other
+        members."""
         return {"type": kind, "index": len(self.blocks) - 1, **members}

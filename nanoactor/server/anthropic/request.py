@@ -98,7 +98,7 @@ class OutputFormat(Struct, forbid_unknown_fields=True):
 
 
 class OutputConfig(Struct, forbid_unknown_fields=True):
-    """Options for the output of a request."""
+    """Options for the answer: the reasoning effort, and the required format."""
 
     effort: (
         Annotated[str, Meta(description="Passed to the chat template if the template reads it")]
@@ -109,7 +109,8 @@ class OutputConfig(Struct, forbid_unknown_fields=True):
 
 
 class _Conversation(Extended, kw_only=True, forbid_unknown_fields=True):
-    """Fields of both routes, including all fields that determine the prompt."""
+    """Fields that `/v1/messages` and `/v1/messages/count_tokens` share, including all fields that
+    determine the prompt."""
 
     ROUTE: ClassVar[str] = "messages"
     model: Annotated[str, Meta(description="Default: the served model")] | None = None

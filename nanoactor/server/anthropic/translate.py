@@ -33,9 +33,9 @@ from nanoactor.server.translating import (
 )
 
 VOLATILE_LINES = (re.compile(r"x-anthropic-billing-header:[^\n]*\n*"),)
-"""Patterns of lines that some clients change with every request, at the start of a system prompt.
-They mean nothing to a model, but would invalidate the prefix cache. Claude Code's line contains its
-version and a checksum of the request."""
+"""Patterns of lines at the start of a system prompt that some clients change with every request.
+Such lines mean nothing to a model, but would invalidate the prefix cache. Claude Code's line
+contains its version and a checksum of the request."""
 _SERVER_BLOCK_TYPES = ("server_tool_use", "mcp_tool_use", "mcp_tool_result", "container_upload")
 """Types of content blocks for tools that Anthropic itself runs, besides all types that end with
 `_tool_result`."""
@@ -100,8 +100,8 @@ def _sampling(body: MessagesRequest) -> Chat:
 
 
 def _thinking(body: MessagesRequest | CountTokensRequest) -> Chat:
-    """Return the chat fields that control reasoning. Fields that are not set keep the model's
-    default."""
+    """Return the chat fields that control reasoning. Fields that the request does not set are
+    omitted, so that the model's defaults apply."""
     fields: Chat = {}
     if body.output_config is not None and body.output_config.effort is not None:
         fields["reasoning_effort"] = body.output_config.effort
@@ -133,7 +133,8 @@ def _tool_choice(body: MessagesRequest | CountTokensRequest, tools: _Tools) -> C
 
 
 class _Tools:
-    """The functions among a request's tools, and the canonical order of their arguments."""
+    """The functions among a request's tools, and the order in which each function's arguments are
+    written into the prompt."""
 
     def __init__(self, tools: Sequence[AnthropicTool], warn: Warn) -> None:
         self.functions: list[Chat] = []
@@ -162,8 +163,8 @@ class _Reader:
         self._tools, self._options, self._warn = tools, options, warn
 
     def system(self, content: str | list[Block] | None) -> list[str]:
-        """Return the system prompt without volatile lines, as a list of one text. The list is empty
-        if there is no text."""
+        """Return the system prompt as a list of one text, or an empty list if there is no text.
+        Lines that match `VOLATILE_LINES` are dropped if the server is configured to do so."""
         blocks = [Block("text", text=content)] if isinstance(content, str) else content or []
         texts = []
         for number, block in enumerate(blocks):
@@ -231,7 +232,8 @@ class _Reader:
         return parts
 
     def _parts(self, block: Block, path: str) -> list[Chat]:
-        """Convert a block to content parts of a chat message."""
+        """Convert a block to content parts of a chat message. Return no parts for a block that is
+        ignored with a warning."""
         match block.type:
             case "text":
                 return [text_part(require(block.text, "text", path))]
@@ -305,8 +307,8 @@ class _Reader:
 
 
 def _inner_block(raw: Any, path: str) -> Block:
-    """Convert a block nested in another block from plain JSON values. Unknown members are
-    ignored."""
+    """Create a `Block` from the plain JSON values of a block that is nested in another one. Unknown
+    members are ignored. `path` is the block's location, for errors."""
     if not isinstance(raw, dict):
         raise invalid(f"{path} must be a content block, that is, a JSON object with a type", path)
     members = {name: value for name, value in raw.items() if name in Block.__struct_fields__}

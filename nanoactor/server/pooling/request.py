@@ -128,8 +128,9 @@ class ScoreRequest(_Pooled, kw_only=True, forbid_unknown_fields=True):
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """Pairs of texts to score. Each second text is paired with its own first text, or all with
-        a single first text. Raises `APIError` if the numbers of texts do not match."""
+        """Pairs of texts to score. Each second text is paired with the first text at the same index
+        or, if there is only one first text, with that one. Raises `APIError` if the numbers of
+        texts do not match."""
         first, second = _texts_of(self, "text_1", "queries"), _texts_of(self, "text_2", "documents")
         if len(first) == 1:
             first = first * len(second)

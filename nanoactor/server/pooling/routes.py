@@ -28,8 +28,8 @@ T = TypeVar("T", EmbeddingRequestOutput, ScoringRequestOutput)
 _MAX_CONCURRENT = 256
 """Maximum number of texts of one request that the engine processes at the same time."""
 _VECTORS_PER_YIELD = 32
-"""Number of vectors encoded before other tasks get a turn. A thousand at once would block the event
-loop for a tenth of a second."""
+"""Number of vectors encoded before other tasks can run. Encoding a thousand at once would block the
+event loop for a tenth of a second."""
 
 
 class PoolingRoutes:
@@ -122,8 +122,9 @@ class PoolingRoutes:
     async def _run(
         self, request: web.Request, calls: Sequence[Callable[[], Awaitable[T]]]
     ) -> list[T]:
-        """Run the engine calls of one request, a limited number at a time. They count toward the
-        client's limit."""
+        """Run the engine calls of one request, a limited number at a time, and return their results
+        in order. The number of concurrent calls counts toward the client's limit on texts in
+        progress."""
         concurrency = min(len(calls), _MAX_CONCURRENT, self._max_answers)
         with self._shares.hold(self._http.client_of(request), concurrency):
             results = await run_all(calls, concurrency)
@@ -191,8 +192,8 @@ def _vectors(outputs: Sequence[EmbeddingRequestOutput], as_base64: bool) -> Iter
 async def _join_json(
     head: dict[str, Any], name: str, members: Iterator[bytes], tail: dict[str, Any]
 ) -> bytes:
-    """Encode a JSON object with the members of `head`, a list of already encoded `members` under
-    `name`, and the members of `tail`. Other tasks can run meanwhile."""
+    """Encode a JSON object with the members of `head`, a list of the already encoded `members`
+    under `name`, and the members of `tail`. The event loop can run other tasks meanwhile."""
     parts = []
     for number, member in enumerate(members):
         parts.append(member)

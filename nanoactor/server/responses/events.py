@@ -112,7 +112,8 @@ class ResponsesWriter(BlockWriter):
         return b"".join(map(encode, numbered))
 
     def new_block(self, kind: str, call: dict[str, Any]) -> dict[str, Any]:
-        """Create an empty output item of this kind."""
+        """Return an empty output item. `kind` is "text", "thoughts" or "call". For a call, `call`
+        contains its id and name."""
         item_type, prefix = _KINDS[kind]
         item_id = f"{prefix}_{uuid.uuid4().hex}"
         item: dict[str, Any] = {"id": item_id, "type": item_type, "status": "in_progress"}
@@ -178,7 +179,8 @@ class ResponsesWriter(BlockWriter):
         return self._event(f"reasoning_text.{suffix}", content_index=0, **members)
 
     def _event(self, kind: str, **members: Any) -> Event:
-        """Return an event of this type for the latest item."""
+        """Return an event of type `response.{kind}` about the latest item. `members` are its other
+        members."""
         location = {"output_index": len(self.blocks) - 1, "item_id": self.blocks[-1]["id"]}
         return {"type": f"response.{kind}", **location, **members}
 
@@ -190,7 +192,7 @@ def _part(kind: str, text: str, scores: Sequence[Entry] = ()) -> dict[str, Any]:
 
 
 def echoed_fields(body: ResponsesRequest) -> dict[str, Any]:
-    """Return the members of a response that repeat the request's fields."""
+    """Return the members of a response that repeat the request's fields, or their defaults."""
     text: dict[str, Any] = msgspec.to_builtins(body.text) if body.text is not None else {}
     text = {name: value for name, value in text.items() if value is not None}
     reasoning = body.reasoning

@@ -56,7 +56,8 @@ class Item(Struct, forbid_unknown_fields=True):
 
 
 class InnerTool(Struct):
-    """A tool in a `namespace`: a function. A tool of another type is ignored with a warning."""
+    """A tool inside a `namespace`. Only functions are supported; tools of other types are ignored
+    with a warning."""
 
     type: Annotated[str, Meta(examples=["function"])]
     name: str | None = None
@@ -86,7 +87,7 @@ class TextFormat(Struct, forbid_unknown_fields=True):
 
 
 class TextOptions(Struct, forbid_unknown_fields=True):
-    """Options for the text of the answer."""
+    """Options for the text of the answer: its required format, and its verbosity."""
 
     format: TextFormat | None = None
     verbosity: (
@@ -96,7 +97,7 @@ class TextOptions(Struct, forbid_unknown_fields=True):
 
 
 class Reasoning(Struct, forbid_unknown_fields=True):
-    """Options for the model's reasoning."""
+    """Options for the model's reasoning. Only `effort` has an effect."""
 
     effort: (
         Annotated[str, Meta(description="Passed to the chat template if the template reads it")]

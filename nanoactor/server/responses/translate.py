@@ -66,8 +66,9 @@ _IGNORED_ITEM_TYPES = ("compaction", "additional_tools")
 
 
 class Tools:
-    """The functions among a request's tools, under the names that the model sees: a function of a
-    namespace gets the namespace as a prefix if its name is not unique."""
+    """The functions among a request's tools, under the names that the model sees. If several
+    functions have the same name, each that belongs to a namespace gets the namespace as a
+    prefix."""
 
     def __init__(self, tools: Sequence[ResponsesTool], warn: Warn) -> None:
         self.functions: list[Chat] = []
@@ -91,7 +92,8 @@ class Tools:
             self.functions.append(function_tool(name, tool.description, schema, tool.strict))
 
     def shown_name(self, namespace: str | None, name: str) -> str:
-        """Return the name under which the model sees a function."""
+        """Return the name under which the model sees a function. An unknown function keeps its
+        `name`."""
         return self._names.get((namespace, name), name)
 
 
@@ -299,8 +301,8 @@ class _Reader:
         }
 
     def _add(self, member: str, text: str) -> Iterator[Chat]:
-        """Add text to a member of the assistant message. All items up to the next message of
-        another role belong to it."""
+        """Add text to `member` of the assistant message that is being assembled. Yield the messages
+        that must precede that message, if any."""
         if self._pictures:
             yield from self._flush()
         if text or member == "content":
@@ -369,8 +371,8 @@ class _Reader:
 
 
 def _require_text(value: Any, name: str, path: str) -> str:
-    """Return a member that must be a string in this type of item, although its declared type is
-    wider. Raises `APIError` for any other value."""
+    """Return `value`, the member `name` of the item at `path`, which must be a string although its
+    declared type is wider. Raises `APIError` for any other value."""
     if not isinstance(require(value, name, path), str):
         raise invalid(f"{path}.{name} must be a string", f"{path}.{name}")
     return str(value)

@@ -24,13 +24,14 @@ from nanoactor.models.devices.cpu.kernels.elements import (
 _CACHE_LINE = 64
 """Size of a cache line in bytes."""
 _MAX_PREFETCHED_BYTES = 16 << 10
-"""Size in bytes of a block's keys or values up to which the hardware prefetcher fetches too little
-of the next block."""
+"""Maximum size in bytes of a block's keys (or values) for which the next block is prefetched. For
+larger blocks, the hardware prefetcher is enough."""
 
 
 @inlined_reordered
 def _prefetch_position(address, row_bytes, block_bytes):
-    """Prefetch the keys or values of all heads at one position of the block that is read next."""
+    """Prefetch the keys (or values) at one position of the next block, for all heads. Do nothing
+    for large blocks."""
     if block_bytes <= _MAX_PREFETCHED_BYTES:
         for line in range(0, row_bytes, _CACHE_LINE):
             prefetch(address + line)
@@ -38,8 +39,11 @@ def _prefetch_position(address, row_bytes, block_bytes):
 
 @inlined_reordered
 def _compute_scores(query, scores, block, group, start, count, next_block, kv_span):
-    """Compute the scores of queries (heads, size) with the keys of one block, for a span of KV
-    heads."""
+    """Compute the scores of `query`, (heads, size), with the first `count` keys of a block.
+
+    The scores are written to `scores`, (heads, context), from column `start` on, for the heads that
+    share a KV head in the range `kv_span`.
+    """
     row_bytes = block.shape[1] * block.shape[2] * block.itemsize
     for position in range(count):
         _prefetch_position(next_block + position * row_bytes, row_bytes, row_bytes * block.shape[0])
@@ -85,8 +89,8 @@ def _add_weighted_values(sums, scores, block, group, start, count, next_block, k
 
 @inlined_reordered
 def _softmax(scores, head, count):
-    """Replace a head's scores by e^(score - highest score), and return their sum, by which the
-    weighted values must be divided."""
+    """Replace the scores of a head by e^(score - highest score), and return their sum. The caller
+    must divide the weighted values by this sum."""
     highest = scores[head, 0]
     for i in range(count):
         highest = max(highest, scores[head, i])
@@ -99,7 +103,7 @@ def _softmax(scores, head, count):
 
 @inlined
 def _attend(inputs, outputs, keys, values, blocks, context, row, kv_span, shape, scale, like):
-    """Compute the attention output of one row for a span of KV heads."""
+    """Compute the attention output of one row for the KV heads in the range `kv_span`."""
     block_size, kv_heads, size = shape
     group = inputs.shape[1] // kv_heads
     heads = range(kv_span[0] * group, kv_span[1] * group)

@@ -1,4 +1,5 @@
-"""Kernels that compute the inputs of a step's rows from tables that are indexed by slot."""
+"""Kernels that compute the inputs of a step's rows from tables that are indexed by slot (a
+sequence's index)."""
 
 from __future__ import annotations
 
@@ -17,8 +18,8 @@ def _advance(
     """Compute the inputs of `count` decode rows, and store each row's token at its cache position
     in `id_cache`.
 
-    The last slot is a dummy of length 0. If the address `deltas` is null, rotary positions equal
-    positions in the sequence.
+    The last slot is for padding rows, and its length stays 0. If the address `deltas` is null,
+    rotary positions equal positions in the sequence.
     """
     frozen = view(frozen_slots, (slots,), INT32)
     freezing_ids = view(freeze_ids, (num_freeze_ids, slots), INT32)
@@ -105,7 +106,11 @@ def advance(tables: SlotTables, rows: DecodeRows, buffers: RowBuffers, ids: torc
 def fill_slot_mapping(
     tables: SlotTables, slots: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    """Fill `slot_mapping`, int64 (tokens,), with cache positions, given the tokens' slots and their
-    positions in the sequence, int32 (tokens,) each."""
+    """Fill `slot_mapping`, int64 (tokens,), with each token's position in the cache (block *
+    block_size + offset).
+
+    `slots` and `positions`, int32 (tokens,), are the token's slot (a sequence's index) and its
+    position in the sequence.
+    """
     addresses = (x.data_ptr() for x in (tables.blocks, slots, positions, slot_mapping))
     _fill_slot_mapping(*addresses, slots.numel(), *tables.blocks.shape, tables.block_size, FLOAT32)

@@ -76,8 +76,8 @@ class _Kernel:
 
 
 STEPS, LOGITS, EXPERTS, FP8, FP8_EXPERTS = "steps", "logits", "experts", "FP8", "FP8 experts"
-"""Kinds of work that need kernels: steps of all models; logits, which are float32 if a step has
-changed them; mixtures of experts; FP8 weights; and mixtures of experts with FP8 weights."""
+"""Kinds of work that need kernels. `STEPS` and `LOGITS` are needed by all models; `LOGITS` is
+separate because logits may be float32 although the model is not."""
 _kernels: list[_Kernel] = []
 
 
@@ -87,7 +87,8 @@ def compile_kernels(
     """Compile the kernels for this dtype, or load them from disk, so that no step waits for
     compilation.
 
-    Only kernels for the listed `purposes` are compiled. Unsupported dtypes are ignored.
+    Only kernels for the listed `purposes` are compiled, and multithreaded ones only if `parallel`
+    is True. Unsupported dtypes are ignored.
     """
     if dtype not in _LIKE_BY_DTYPE:
         return
@@ -129,7 +130,8 @@ def kernel(
 def serial_and_parallel(
     scalars: str, purpose: str = STEPS
 ) -> Callable[[Callable[..., None]], tuple[Any, Any]]:
-    """Return a decorator that compiles a function twice: for one thread, and for several."""
+    """Return a decorator that compiles a function twice, and returns the pair for `launch`: the
+    kernel for one thread, and the kernel for several."""
 
     def decorate(function: Callable[..., None]) -> tuple[Any, Any]:
         # Numba looks up cached code by a function's name and line.
@@ -261,12 +263,11 @@ _LN_2_LOW = np.float32(-2.12194440e-4)
 
 @inlined
 def exp(x):
-    """Return e^x in float32 with an error of at most 2 ulp. There is no function call, so loops
-    over it vectorize.
+    """Return e^x in float32 with an error of at most 2 ulp. `x` is first clamped to [-87, 88].
 
-    x = n ln 2 + r with |r| <= 0.35. e^r is computed as its Taylor series up to the 7th power, and n
-    is added to the exponent bits (W. J. Cody and W. Waite, "Software manual for the elementary
-    functions", 1980).
+    No function is called, so loops that use `exp` vectorize. x = n ln 2 + r with |r| <= 0.35. e^r
+    is computed as its Taylor series up to the 7th power, and n is added to the exponent bits (W. J.
+    Cody and W. Waite, "Software manual for the elementary functions", 1980).
     """
     x = min(max(x, np.float32(-87.0)), np.float32(88.0))
     n = np.floor(x * _LOG2_E + np.float32(0.5))

@@ -35,7 +35,8 @@ def _silu_mul(gate, up):
 
 @inlined_reordered
 def _activate(values, matrix, intermediate, begin, end, j, like):
-    """Compute intermediate value j (between the projections) of each of an expert's rows."""
+    """Compute column j of `intermediate`, the values between the projections, for the rows of one
+    expert, `begin` to `end` - 1."""
     inner = intermediate.shape[1]
     for row in range(begin, end - 3, 4):
         gates = _dot_four_rows(values, matrix, row, j)
@@ -52,7 +53,8 @@ def _activate(values, matrix, intermediate, begin, end, j, like):
 
 @inlined_reordered
 def _project_down(intermediate, matrix, pair_outputs, pairs, begin, end, j):
-    """Compute output j of each of an expert's rows."""
+    """Compute output j of one expert for its rows, `begin` to `end` - 1, and store each result in
+    the line of the row's pair."""
     for row in range(begin, end - 3, 4):
         outputs = _dot_four_rows(intermediate, matrix, row, j)
         for i in range(4):
@@ -70,8 +72,8 @@ def _gather_rows(source, pairs, top_k, values):
 
 @inlined
 def _combine_experts(pair_outputs, topk_weights, token, results, like):
-    """Sum the weighted expert outputs of one token, in the order of its choices, so that the result
-    does not depend on other tokens."""
+    """Sum the weighted expert outputs of one token, from the most to the least likely expert, so
+    that the result does not depend on other tokens."""
     top_k = topk_weights.shape[1]
     for j in range(results.shape[1]):
         total = np.float32(0)

@@ -29,7 +29,8 @@ from nanoactor.models.weights.fp8 import Fp8Blocks
 
 @inlined
 def _lay_out(source, values, begin, end, offset):
-    """Copy an expert's input rows into the block layout that `_compute_output` reads."""
+    """Copy an expert's rows, `begin` to `end` - 1, to `values` as (blocks, rows, block), so that
+    the inputs of each block are contiguous."""
     blocks, block = values.shape[1], values.shape[2]
     expert_values = view(
         values.ctypes.data + 4 * begin * blocks * block, (blocks, end - begin, block), FLOAT32
@@ -40,7 +41,8 @@ def _lay_out(source, values, begin, end, offset):
 
 @inlined
 def _expert_rows(values, begin, end):
-    """Return rows `begin` to `end` - 1 in the layout of `_lay_out`, as (blocks, rows, block)."""
+    """Return a view of an expert's rows, `begin` to `end` - 1, which `_lay_out` has stored as
+    (blocks, rows, block)."""
     blocks, block = values.shape[1], values.shape[2]
     return view(
         values.ctypes.data + 4 * begin * blocks * block, (blocks, end - begin, block), FLOAT32
@@ -49,8 +51,8 @@ def _expert_rows(values, begin, end):
 
 @inlined
 def _activate(values, gate_up, factors, intermediate, begins, first, last, inputs, group, like):
-    """Compute the intermediate values (between the projections) from `first` to `last` - 1 of all
-    rows of all experts."""
+    """Compute columns `first` to `last` - 1 of `intermediate`, the values between the projections,
+    for every row of every expert."""
     inner = intermediate.shape[1]
     gates, ups = np.empty(len(intermediate), np.float32), np.empty(len(intermediate), np.float32)
     for expert in range(len(begins) - 1):
@@ -76,7 +78,7 @@ def _activate(values, gate_up, factors, intermediate, begins, first, last, input
 def _project_down(
     values, down, factors, pair_outputs, pairs, begins, first, last, inputs, group, offset
 ):  # fmt: skip
-    """Compute the outputs from `first` to `last` - 1 of all rows of all experts."""
+    """Compute outputs `first` to `last` - 1 for every row of every expert."""
     outputs, sums = pair_outputs.shape[1], np.empty(len(pair_outputs), np.float32)
     for expert in range(len(begins) - 1):
         begin, end = begins[expert], begins[expert + 1]
@@ -157,7 +159,8 @@ def few_token_fp8_experts(
     threads: int,
 ) -> torch.Tensor:
     """Return the weighted sum of each token's experts, (tokens, hidden), as an `ExpertsOperator`
-    does. Both matrices must have blocks of the same size."""
+    does. Both matrices must have blocks of the same size, and the offset of `gate_up` must be
+    0."""
     return run_experts(
         _experts,
         x,

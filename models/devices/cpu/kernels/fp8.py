@@ -25,14 +25,14 @@ from nanoactor.models.weights.fp8 import Fp8Blocks
 
 BYTE = np.uint8(0)
 _E4M3_SCALE = np.float32(2.0**120)
-"""Factor by which a number is too small after the four exponent bits of e4m3 were moved to the low
-exponent bits of a float32."""
+"""Factor that corrects an e4m3 number after its bits were moved into a float32. The exponent bias
+is 7 in e4m3, but 127 in float32."""
 
 
 @intrinsic
 def _unpack_e4m3(typing_context, byte):
-    """Return an e4m3 number divided by `_E4M3_SCALE`, as float32. Denormal numbers stay
-    denormal."""
+    """Return an e4m3 number divided by `_E4M3_SCALE`, as float32. Denormal e4m3 numbers become
+    denormal float32 numbers."""
 
     def generate(context, builder, signature, arguments):
         bits = builder.zext(arguments[0], ir.IntType(32))
@@ -61,8 +61,8 @@ def _dot_one_row(x, weights, row):
 
 @inlined_reordered
 def _dot_four_rows(x, weights, row):
-    """Return the products of four rows with one range of an output's weights, which is read
-    once."""
+    """Return the dot products of four rows, from `row` on, with a range of one output's weights.
+    The weights are read only once."""
     a = b = c = d = np.float32(0)
     for i in range(len(weights)):
         weight = _unpack_e4m3(weights[i])
@@ -75,7 +75,7 @@ def _dot_four_rows(x, weights, row):
 
 @inlined
 def _add_block(x, weights, totals, scale):
-    """Add the products of one block of inputs to the total of each row."""
+    """Add each row's dot product with one block of weights, times `scale`, to the row's total."""
     rows = x.shape[0]
     for row in range(0, rows - 3, 4):
         a, b, c, d = _dot_four_rows(x, weights, row)
@@ -90,7 +90,7 @@ def _add_block(x, weights, totals, scale):
 @inlined
 def _copy_to_blocks(source, values, offset):
     """Copy inputs to `values`, (blocks, rows, block size), so that the inputs of each block are
-    contiguous."""
+    contiguous. They start at `offset` in the first block, and zeros fill the rest."""
     blocks, rows, block = values.shape
     for index in range(blocks):
         first = index * block - offset
@@ -102,7 +102,8 @@ def _copy_to_blocks(source, values, offset):
 
 @inlined
 def _compute_output(values, weight, factors, totals, j, inputs, group, offset):
-    """Compute output j of each row of `values`, (blocks, rows, block)."""
+    """Compute output j for each row of `values`, (blocks, rows, block), and store it in
+    `totals`."""
     blocks, rows, block = values.shape
     totals[:rows] = np.float32(0)
     for index in range(blocks):
@@ -142,10 +143,11 @@ def _linear(
 def _unpack(
     weight, scales, output, first, inputs, outputs, group, blocks, block, offset, parts, like
 ):  # fmt: skip
-    """Unpack the weights of `outputs` outputs, starting with number `first`, to `output`, (outputs,
-    inputs).
+    """Unpack the weights of `outputs` outputs of a matrix, from output `first` on, to `output`,
+    (outputs, inputs).
 
-    `scales` are those of all outputs of the matrix, as in `_linear`.
+    `weight` points to the weights of output `first`, but `scales`, float32 (groups, blocks), points
+    to the scales of output 0.
     """
     results = view(output, (outputs, inputs), like)
     factors = view(scales, ((first + outputs + group - 1) // group, blocks), FLOAT32)
@@ -171,7 +173,8 @@ def _dequantize_block(packed, results, scale, like):
 
 
 def dequantize_outputs(weights: Fp8Blocks, outputs: slice, threads: int) -> torch.Tensor:
-    """Return the weights of some outputs of a matrix, unpacked to the dtype of the model."""
+    """Return the weights of the outputs in a slice, (outputs, inputs), unpacked to the model's
+    dtype. The slice must have an explicit start."""
     packed = weights.weight[outputs]
     unpacked = torch.empty(packed.shape, dtype=weights.dtype)
     launch(

@@ -28,7 +28,8 @@ def _dot_one_row(x, weights, row, output):
 
 @inlined_reordered
 def _dot_four_rows(x, weights, row, output):
-    """Return the products of four rows with the weights of one output, which are read once."""
+    """Return the dot products of four rows, from `row` on, with the weights of one output. The
+    weights are read only once."""
     a = b = c = d = np.float32(0)
     for i in range(x.shape[1]):
         weight = widen(weights[output, i])

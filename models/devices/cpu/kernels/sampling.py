@@ -1,5 +1,5 @@
-"""Kernel that samples token ids, one row at a time. The ids are those that
-`nanoactor.models.sampling.sampler` chooses."""
+"""Kernel that samples token ids, one row at a time. It chooses the same ids as
+`nanoactor.models.sampling.sampler`."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _ID_MASK = 0xFFFFFFFF
 
 @inlined
 def _to_ordered_int(value):
-    """Map a float32 to an int32 with the same order. Maxima of integers vectorize, those of floats
-    do not."""
+    """Map a float32 to an int32 so that the order is preserved. The compiler vectorizes maxima of
+    integers, but not maxima of floats."""
     bits = np.int32(bits_of(value))
     return bits ^ (np.int32(0x7FFFFFFF) if bits < 0 else np.int32(0))
 
@@ -81,8 +81,8 @@ def _philox_round(c0, c1, c2, c3, k0, k1):
 
 @inlined
 def _philox(counter, position, low, high):
-    """Return four words of Philox 4x32-10, one for each of four consecutive token ids; see
-    `nanoactor.models.sampling.philox`."""
+    """Return four random words from Philox 4x32-10, one for each token id from 4 * counter to
+    4 * counter + 3. `low` and `high` are the two words of the seed."""
     c0, c1, c2, c3 = np.uint32(counter), np.uint32(position), np.uint32(0), np.uint32(0)
     k0, k1 = np.uint32(low), np.uint32(high)
     for _ in range(10):
@@ -94,8 +94,8 @@ def _philox(counter, position, low, high):
 
 @inlined
 def _gumbel(word):
-    """Return standard Gumbel noise computed from a 32-bit word, 23 bits of which form a uniform
-    number between 0 and 1, both excluded."""
+    """Return standard Gumbel noise computed from a 32-bit word. The high 23 bits become a uniform
+    number strictly between 0 and 1."""
     uniform = (np.float32(word >> np.uint32(9)) + np.float32(0.5)) * np.float32(2.0**-23)
     return -np.float32(math.log(-np.float32(math.log(uniform))))
 
@@ -134,10 +134,11 @@ def _sample_all(scores, position, low, high):
 
 @inlined
 def _sorted_candidates(scores, min_count, min_mass):
-    """Return the sort keys of the most likely tokens, in descending order.
+    """Return sort keys of the most likely tokens, int64, in descending order.
 
-    These are at least `min_count` tokens, or tokens whose total mass exceeds `min_mass`, or all
-    tokens.
+    The high half of a key is the score, as returned by `_to_ordered_int`, and the low half is the
+    complement of the token id. There are at least `min_count` tokens, or tokens with a total mass
+    (sum of e^score) above `min_mass`, or all tokens.
     """
     bound = np.float32(-4)
     while True:
@@ -221,9 +222,9 @@ def _sample_rows(
     slot.
 
     Parameters are indexed by slot, (columns,); `seeds` is (2, columns), low words before high
-    words. Ids are written to `sampled_ids`, int32 (rows,), and to `last_tokens`. `sampled_ids` gets
-    `NO_TOKEN` if the highest logit is not finite, and `FROZEN` if the slot is frozen. `lengths` are
-    the positions of the sampled tokens.
+    words. Ids are written to `sampled_ids`, int32 (rows,), and to `last_tokens`. `sampled_ids` is
+    set to `NO_TOKEN` if the highest logit is not finite, and to `FROZEN` if the slot is frozen
+    (stopped by one of its `freeze_ids`). `lengths` are the positions of the sampled tokens.
     """
     logit_rows, slots_by_row = view(logits, (rows, vocabulary), like), view(slots, (rows,), INT32)
     temperature, top_p = view(temperatures, (columns,), FLOAT32), view(top_ps, (columns,), FLOAT32)

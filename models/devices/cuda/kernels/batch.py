@@ -1,5 +1,5 @@
-"""Kernels that compute the inputs of a step's tokens from tables on the device, which are indexed
-by slot."""
+"""Kernels that compute the inputs of a step's tokens from tables on the device. The tables are
+indexed by slot (a sequence's index)."""
 
 from __future__ import annotations
 
@@ -92,8 +92,12 @@ def _advance(
 def fill_slot_mapping(
     tables: SlotTables, slots: torch.Tensor, positions: torch.Tensor, slot_mapping: torch.Tensor
 ) -> None:
-    """Fill `slot_mapping`, int64 (tokens,), with cache positions, given the tokens' slots and their
-    positions in the sequence, int32 (tokens,) each."""
+    """Fill `slot_mapping`, int64 (tokens,), with each token's position in the cache (block *
+    block_size + offset).
+
+    `slots` and `positions`, int32 (tokens,), are the token's slot (a sequence's index) and its
+    position in the sequence.
+    """
     tokens = len(slots)
     if tokens:
         _fill_slot_mapping[(triton.cdiv(tokens, 256),)](

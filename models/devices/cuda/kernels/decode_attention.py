@@ -1,8 +1,9 @@
 """Attention of one new token per row over the paged cache, with contexts split into chunks.
 
 Because of the chunks, a few long rows occupy the whole GPU just as many short rows do
-(flash-decoding: Dao et al., 2023). `plan_splits` assigns chunks to programs on the device, once for
-all layers of a step, based on the rows' lengths; a captured graph therefore does not need the host.
+(flash-decoding: Dao et al., 2023). `plan_splits` assigns chunks to programs once for all layers of
+a step. It runs on the device, so captured graphs do not need the host.
+
 The query heads that share a key-value head are the rows of one matrix product, so keys and values
 are read once.
 """
@@ -23,27 +24,27 @@ _LARGE_BLOCK_CONFIG, _SMALL_BLOCK_CONFIG = (4, 3), (2, 5)
 """(warps, pipeline stages) for tiles within one cache block, and for tiles gathered from several
 blocks. Measured on an H200 with bench/kernels.py."""
 _MAX_EXTRA_CHUNKS = 1024
-"""Maximum number of chunks of a step in addition to one per row. It is enough to keep any GPU
-busy."""
+"""Limit on the additional chunks that a step has in proportion to its rows. It is enough to keep
+any GPU busy."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Splits:
-    """The chunks into which the contexts of a step's rows are split, and memory for their results.
-    An item is one chunk of one row."""
+    """The chunks into which the contexts of a step's rows are split, and memory for their
+    results."""
 
     rows: torch.Tensor
-    """Row of each item, int32 (items,), in the order of rows."""
+    """Row of each chunk, int32 (chunks,), in ascending order."""
     chunk_indices: torch.Tensor
-    """Index of each item's chunk within its row, int32 (items,)."""
+    """Index of each chunk within its row, int32 (chunks,)."""
     first_items: torch.Tensor
-    """First item of each row, int32 (rows,)."""
+    """Index of each row's first chunk, int32 (rows,)."""
     plan: torch.Tensor
-    """int32 (2,): number of positions in a chunk, and number of items in use."""
+    """int32 (2,): number of positions in a chunk, and number of chunks in use."""
     outputs: torch.Tensor
-    """Attention output of each item, float32 (items, heads, head_dim)."""
+    """Attention output of each chunk, float32 (chunks, heads, head_dim)."""
     lse: torch.Tensor
-    """Base-2 logarithm of each item's sum of exponentials, float32 (items, heads)."""
+    """Base-2 logarithm of each chunk's sum of exponentials, float32 (chunks, heads)."""
 
     @classmethod
     def empty(
@@ -78,8 +79,11 @@ class Splits:
 
 
 def _target_extra_chunks(rows: int, kv_heads: int, device: torch.device) -> int:
-    """Return how many chunks a step should have in addition to one per row: enough for four waves
-    of programs, or three per row."""
+    """Return how many chunks a step should have in addition to one per row.
+
+    This is enough for four waves of programs, or three per row up to `_MAX_EXTRA_CHUNKS`, whichever
+    is more.
+    """
     processors = 1  # in the interpreter
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -87,8 +91,8 @@ def _target_extra_chunks(rows: int, kv_heads: int, device: torch.device) -> int:
 
 
 def plan_splits(contexts: torch.Tensor, splits: Splits) -> None:
-    """Split contexts, int32 (rows,), into chunks of equal length, as many as `splits` has memory
-    for."""
+    """Split `contexts`, int32 (rows,), into chunks of equal length, and store the chunks in
+    `splits`. They are about as short as its memory allows."""
     rows = len(contexts)
     _plan_splits[(1,)](
         contexts,
@@ -146,9 +150,9 @@ def decode_attention(
     """Write the attention output of `queries`, (rows, heads, head_dim), to `output`, of the same
     shape.
 
-    `tables` is int32 (slots, blocks). `slots` and `contexts`, int32 (rows,), are the slot and the
-    context length of each row, including its new token. `plan_splits` must have run for these
-    contexts.
+    `tables`, int32 (slots, blocks), contains block tables, and `slots`, int32 (rows,), the index of
+    each row's table. `contexts`, int32 (rows,), are the context lengths including the new tokens.
+    `plan_splits` must have run for these contexts.
     """
     rows, heads, size = queries.shape
     kv_heads, block_size = cache.keys.shape[2], cache.keys.shape[1]

@@ -99,7 +99,8 @@ class Kernel:
         self._cooperative = _launch_config(blocks, threads, shared_bytes, [cooperative])
 
     def launch(self, args: ctypes.Structure, blocks: int, overlaps: bool = False) -> None:
-        """Queue `blocks` blocks on the current stream. The launch can be captured in a graph.
+        """Queue the kernel with `blocks` thread blocks on the current stream. The launch can be
+        captured in a graph.
 
         If `overlaps` is True, the blocks may start before the previous kernel has ended, and wait
         for it by themselves (programmatic dependent launch). Raises `DriverError` if the launch

@@ -50,8 +50,8 @@ class TritonExperts:
         self._max_pairs = min(max_pairs, len(self._few_token_matrices.down.weight))
 
     def matrices(self) -> tuple[Matrix, Matrix] | None:
-        """Return (gate and up projections, down projections) as whole-step kernels read them, or
-        None if they cannot."""
+        """Return (gate and up projections, down projections) of all experts for kernels that run a
+        whole decode step, or None if such kernels cannot read the format."""
         experts = self._few_token_matrices
         if self._packed is None:
             return experts.gate_up.weight, experts.down.weight
@@ -94,8 +94,8 @@ def _packed_of(weights: ExpertWeights) -> tuple[fp8.Packed, fp8.Packed] | None:
 
 
 def _packed_unsupported_reason(weights: ExpertWeights) -> str | None:
-    """Return why no kernel supports these packed experts. None if one does, or if the weights are
-    not packed."""
+    """Return why no kernel supports these packed (FP8) experts, or None if one does. The result is
+    also None if the weights are not packed."""
     gate_up, down = weights.gate_up, weights.down
     if not isinstance(gate_up, Fp8Blocks) or not isinstance(down, Fp8Blocks):
         return None
@@ -105,7 +105,8 @@ def _packed_unsupported_reason(weights: ExpertWeights) -> str | None:
 
 
 def _combine_experts(pair_outputs: torch.Tensor) -> torch.Tensor:
-    """Return the sum of (tokens, top_k, hidden) over the chosen experts, (tokens, hidden)."""
+    """Return the sum of `pair_outputs`, (tokens, top_k, hidden), over each token's experts, as
+    (tokens, hidden)."""
     tokens, top_k, hidden = pair_outputs.shape
     y = pair_outputs.new_empty(tokens, hidden)
     block = min(1024, triton.next_power_of_2(hidden))
@@ -117,7 +118,7 @@ def _combine_experts(pair_outputs: torch.Tensor) -> torch.Tensor:
 
 @triton.jit
 def _combine_pairs(pair_outputs, y, hidden, top_k: tl.constexpr, block: tl.constexpr):
-    """Sum the outputs of a token's experts in the order of its choices."""
+    """Sum the outputs of a token's experts, from the most to the least likely one."""
     token = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * block + tl.arange(0, block)
     total = tl.zeros([block], tl.float32)

@@ -36,7 +36,8 @@ _LARGEST_FLOAT32 = Tile(32, 32, 32, 4, 2)
 
 
 def tile_for(pairs: int, experts: int, dtype: torch.dtype) -> Tile:
-    """Return the tile for `pairs` token-expert pairs and `experts` experts."""
+    """Return the tile for `pairs` token-expert pairs and `experts` experts. More pairs per expert
+    need a larger tile."""
     if dtype == torch.float32:
         return dataclasses.replace(_LARGEST_FLOAT32, rows=16 if pairs <= 8 * experts else 32)
     return next(

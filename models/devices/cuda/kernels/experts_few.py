@@ -128,8 +128,8 @@ def _load_inputs(
     tile: tl.constexpr,
     packed: tl.constexpr,
 ):
-    """Return the inputs `k` of a row as float32. If the matrices are packed, the inputs are rounded
-    to e4m3."""
+    """Return the inputs of a row at the padded indices `k`, as float32. If the matrices are packed,
+    the inputs are rounded to e4m3."""
     i = k - offset
     values = tl.load(row + i, mask=(i >= 0) & (i < inputs), other=0.0).to(tl.float32)
     if packed:
@@ -151,8 +151,8 @@ def _partial_products(
     block: tl.constexpr,
     outputs: tl.constexpr,
 ):
-    """Return the products, (outputs, inputs), of inputs `k` and the outputs from `first` on, which
-    must be in one group.
+    """Return the weights of `outputs` outputs, from `first` on, times the input values at indices
+    `k`, (outputs, inputs). The outputs must share their scales (one group).
 
     The caller sums the products only once, at the end, because the compiler does not move loads
     across a reduction.
@@ -228,7 +228,8 @@ def _project_down(
     tile: tl.constexpr,
     outputs: tl.constexpr,
 ):
-    """Compute some outputs of one token, summed over its experts in the order of its choices."""
+    """Compute some outputs of one token, summed over its experts, from the most to the least likely
+    one."""
     token, first = tl.program_id(0), tl.program_id(1) * outputs
     total = tl.zeros([outputs, tile], tl.float32)
     for rank in tl.static_range(top_k):

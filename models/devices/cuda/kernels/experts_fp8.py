@@ -23,7 +23,8 @@ _LARGEST = Tile(64, 128, 0, 8, 4)
 
 
 def tile_for(pairs: int, experts: int) -> Tile:
-    """Return the tile for `pairs` token-expert pairs and `experts` experts."""
+    """Return the tile for `pairs` token-expert pairs and `experts` experts. More pairs per expert
+    need a larger tile."""
     return next(
         (tile for max_mean_pairs, tile in _TILES if pairs <= max_mean_pairs * experts), _LARGEST
     )

@@ -39,8 +39,8 @@ class Packed:
     """An FP8 matrix, or one matrix for each expert, as the kernels read it."""
 
     weight: torch.Tensor
-    """e4m3 weights, (..., outputs, blocks * block), with zeros in place of inputs of other
-    ranks."""
+    """e4m3 weights, (..., outputs, blocks * block). If other ranks have a part of a block's inputs,
+    that part is zero here."""
     scales: torch.Tensor
     """Scale of each group of `group` outputs in each block of inputs, float32 (..., groups,
     blocks)."""
@@ -51,7 +51,8 @@ class Packed:
 
 
 def unsupported_reason(weights: Fp8Blocks) -> str | None:
-    """Return why no kernel supports a matrix, or the matrices of all experts. None if one does."""
+    """Return why no kernel supports a matrix (or the matrices of all experts), or None if one
+    does."""
     if weights.block not in _BLOCK_SIZES:
         return f"the block size {weights.block} is not one of {', '.join(map(str, _BLOCK_SIZES))}"
     if weights.group % _GROUP_MULTIPLE or weights.weight.shape[-2] % _GROUP_MULTIPLE:
@@ -187,7 +188,7 @@ class TritonFp8Linear:
         return whole_step_matrix(self._packed, self._inputs)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Map (..., inputs) to (..., outputs)."""
+        """Return x Wᵀ + b, (..., outputs), for `x` (..., inputs)."""
         flat = x.reshape(-1, x.shape[-1]).contiguous()
         return self._product(flat).view(*x.shape[:-1], -1)
 
@@ -232,9 +233,9 @@ class TritonFp8Linear:
 
 @triton.jit
 def load_scales(scales, j, block_index, blocks, mask, group: tl.constexpr, uniform: tl.constexpr):
-    """Return the scales of outputs `j` in one block of inputs, (outputs, 1), or a single scale.
+    """Return the scales of outputs `j` in one block of inputs, (outputs, 1).
 
-    If `uniform` is True, all of these outputs are in one group, and the result is a single scale.
+    If `uniform` is True, all of these outputs must share one scale, and the result is a scalar.
     """
     if uniform:
         loaded = tl.load(scales + tl.min(j, 0) // group * blocks + block_index)

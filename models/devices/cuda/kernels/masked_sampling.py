@@ -22,9 +22,9 @@ def sample_masked_rows(inputs: FusedSamplingInputs, masks: torch.Tensor) -> None
     its mask allows.
 
     `masks` is int32 (rows, words): bit t % 32 of word t // 32 is set if id t may be chosen. Ids are
-    written to `sampled_ids` and to the table of last tokens. `sampled_ids` gets `limits.NO_TOKEN`
-    if the highest logit is not finite, and `limits.NOTHING_ALLOWED` if only the highest allowed
-    logit is not finite.
+    written to `sampled_ids` and to the table of last tokens. `sampled_ids` is set to
+    `limits.NO_TOKEN` if the row's highest logit is not finite, and to `limits.NOTHING_ALLOWED` if
+    that logit is finite but no allowed one is.
     """
     logits, slots, sampled_ids = inputs.logits, inputs.slots, inputs.sampled_ids
     rows, vocabulary = len(slots), logits.shape[1]
@@ -71,7 +71,8 @@ def _mask_rows(
 
 @triton.jit
 def _mark_nothing_allowed(highest, sampled_ids, parts, padded: tl.constexpr):
-    """Mark rows that have finite logits but got no token, because their mask allows no id."""
+    """Set a row's result to `NOTHING_ALLOWED` if its highest logit is finite but no token was
+    sampled, because the mask allows none."""
     row = tl.program_id(0)
     column = tl.arange(0, padded)
     maxima = tl.load(highest + row * parts + column, mask=column < parts, other=float("-inf"))

@@ -29,12 +29,12 @@ def sample_nucleus(
     highest: torch.Tensor,
     sampled_ids: torch.Tensor,
 ) -> None:
-    """Sample a token for each row of logits (rows, vocabulary) whose slot has a temperature, no
-    top-k, and a top-p or a min-p. Other rows are unchanged.
+    """Sample a token for each row of logits (rows, vocabulary) whose slot has a nonzero
+    temperature, no top-k, and a top-p or a min-p. Other rows are unchanged.
 
     `highest`, float32 (rows, parts), is the maximum of each part of a row. `sampled_ids`, int32
-    (rows,), are the ids sampled from all tokens. Unless such an id is negative, the new id is
-    written to `sampled_ids` and to the table of last tokens.
+    (rows,), are the ids sampled from all tokens; rows with a negative id are also unchanged. New
+    ids are written to `sampled_ids` and to the table of last tokens.
     """
     rows, vocabulary = logits.shape
     parts = highest.shape[1]
@@ -62,8 +62,8 @@ def sample_nucleus(
 
 @triton.jit
 def _scores(logits, ids, vocabulary, top, temperature):
-    """Return the scores of some token ids, which are at most 0. NaN logits, and ids past the end of
-    the vocabulary, get minus infinity."""
+    """Return the scores of some token ids, (logit - top) / temperature. The score is minus infinity
+    for NaN logits and for ids past the end of the vocabulary."""
     value = tl.load(logits + ids, mask=ids < vocabulary, other=float("-inf")).to(tl.float32)
     score = tl.div_rn(value - top, temperature)
     return tl.where(score == score, score, float("-inf"))

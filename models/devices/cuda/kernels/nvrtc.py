@@ -36,13 +36,14 @@ class CompiledCode:
     """The assembler's report on registers and spills; empty if the code was read from disk."""
 
     def bytes_of(self, kind: str) -> int:
-        """Return the largest number of bytes of one kind in any kernel: "stack frame", "spill
-        stores" or "spill loads". The code must have been compiled now, not read from disk."""
+        """Return the largest number of bytes that the report states for any kernel. `kind` is
+        "stack frame", "spill stores" or "spill loads". The report must not be empty."""
         return max(map(int, re.findall(rf"(\d+) bytes {kind}", self.report)))
 
     @property
     def registers(self) -> int:
-        """Largest number of registers with which a thread of any kernel starts."""
+        """Largest number of registers per thread that the report, which must not be empty, states
+        for any kernel."""
         return max(map(int, re.findall(r"Used (\d+) registers", self.report)))
 
 
@@ -72,8 +73,8 @@ def _program_log(nvrtc: Any, program: Any) -> str:
 
 
 def compile_source(source: str, name: str) -> CompiledCode:
-    """Return the machine code of `source`, which messages call `name`.cu. Raises `CompileError` if
-    compiling fails."""
+    """Return the machine code of `source`. Compiler messages call the source `name`.cu. Raises
+    `CompileError` if compiling fails."""
     nvrtc = _nvrtc()
     file = f"{name}.cu".encode()
     program = _check(nvrtc, nvrtc.nvrtcCreateProgram(source.encode(), file, 0, [], []))
@@ -100,8 +101,8 @@ def _version() -> str:
 
 
 def load_or_compile(source: str, name: str) -> CompiledCode:
-    """Return the machine code of `source` from the cache, or compile and store it. Raises
-    `CompileError` if compiling fails."""
+    """Return the machine code of `source` from the cache on disk, or compile the source and store
+    the result there. Raises `CompileError` if compiling fails."""
     key = hashlib.sha256("\0".join((source, _version(), *OPTIONS)).encode()).hexdigest()
     path = cache_folder() / f"{key}.cubin"
     try:

@@ -9,16 +9,16 @@ import triton.language as tl
 
 @triton.jit
 def _gumbel(words):
-    """Return standard Gumbel noise computed from 32-bit words, 23 bits of which form a uniform
-    number between 0 and 1, both excluded."""
+    """Return standard Gumbel noise computed from 32-bit words. The high 23 bits of each word become
+    a uniform number strictly between 0 and 1."""
     bits = (words.to(tl.uint32, bitcast=True) >> 9).to(tl.float32)
     return -tl.log(-tl.log((bits + 0.5) * 1.1920928955078125e-07))
 
 
 @triton.jit
 def gumbel_of_part(seed, position, number, part: tl.constexpr):
-    """Return the noise of all token ids in part number `number`, in order. Each Philox counter
-    provides four values."""
+    """Return the Gumbel noise of `part` consecutive token ids, from `number` * `part` on, in order.
+    Each Philox counter provides four values."""
     group = number * (part // 4) + tl.arange(0, part // 4)
     zero = tl.zeros_like(group)
     first, second, third, fourth = tl.philox(seed, group, zero + position, zero, zero)
@@ -28,7 +28,8 @@ def gumbel_of_part(seed, position, number, part: tl.constexpr):
 
 @triton.jit
 def gumbel_at(seed, position, ids):
-    """Return the Gumbel noise of arbitrary token ids; the values are those of `gumbel_of_part`."""
+    """Return the Gumbel noise of arbitrary token ids. The values equal those of
+    `gumbel_of_part`."""
     group = ids // 4
     zero = tl.zeros_like(group)
     first, second, third, fourth = tl.philox(seed, group, zero + position, zero, zero)

@@ -1,4 +1,4 @@
-"""Prefill attention on one GPU. The kernel is chosen by the GPU, the model and the step."""
+"""Prefill attention on one GPU. The GPU, the model and the step determine which kernel runs."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ from nanoactor.models.devices.cuda.kernels.prefill_attention_tma import (
 
 HOPPER = 9
 _HEAD_DIMS = (64, 128)
-"""Head sizes for which the `WIDE` variant has enough registers and a row fits into a box."""
+"""Head sizes for which the `WIDE` variant has enough registers and TMA can copy whole keys."""
 
 
 def unsupported_reason(
     capability: tuple[int, int], dtype: torch.dtype, block_size: int, head_dim: int
 ) -> str | None:
-    """Return why the kernel for Hopper GPUs, which loads keys and values by TMA, cannot be used.
+    """Return why the kernel for Hopper GPUs, which loads keys and values by TMA, cannot be used, or
     None if it can.
 
-    The rows of a box are adjacent in memory, so a box must lie within one block, and a block must
-    contain a whole number of tiles.
+    TMA loads a tile of adjacent keys at a time, so a cache block must contain a whole number of
+    tiles.
     """
     if capability[0] != HOPPER:
         return f"compute capability {capability[0]}.{capability[1]} is not 9.0 (Hopper)"
@@ -98,11 +98,11 @@ class PrefillAttention:
         prefill_attention_tma(queries, cache, batch, scale, output, variant, buffers)
 
     def variant(self, tokens: int, heads: int, kv_heads: int) -> Variant:
-        """Return the narrow variant if there are no more wide programs than multiprocessors, else
-        the wide one.
+        """Return the narrow variant if the wide one would run at most one program per
+        multiprocessor, else the wide one.
 
-        The number of programs is a lower bound: captured steps have spare programs for more
-        prompts, which return at once.
+        The spare programs that captured steps have for more prompts are not counted, because they
+        return at once.
         """
         wide, narrow = self._variants
         programs = triton.cdiv(tokens, tokens_per_program(heads, kv_heads)) * kv_heads

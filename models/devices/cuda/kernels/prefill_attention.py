@@ -21,7 +21,7 @@ head."""
 
 
 def tokens_per_program(heads: int, kv_heads: int) -> int:
-    """Return the number of a row's tokens that one program processes."""
+    """Return the number of tokens of one row that a program processes."""
     return max(1, _ROWS // triton.next_power_of_2(heads // kv_heads))
 
 
@@ -37,10 +37,10 @@ def prefill_attention(
     """Write the attention output of the tokens in `tiles` to `output`, which has the shape of
     `queries`, (tokens, heads, head_dim).
 
-    `tables` is int32 (slots, blocks). `rows`, int32 (4, rows), contains the slot, first token,
-    number of tokens, and context length including the chunk. `tiles`, int32 (2, programs), contains
-    the row of each program, or -1 if it has none, and the index of its group of
-    `tokens_per_program` tokens.
+    `tables`, int32 (slots, blocks), contains block tables. `rows`, int32 (4, rows), contains the
+    slot (index of the table), first token, number of tokens, and context length including the
+    chunk. `tiles`, int32 (2, programs), contains the row of each program, or -1 if it has none, and
+    the index of its group of `tokens_per_program` tokens.
     """
     heads, size = queries.shape[1:]
     kv_heads, block_size = cache.keys.shape[2], cache.keys.shape[1]

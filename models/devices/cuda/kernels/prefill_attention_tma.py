@@ -1,5 +1,5 @@
-"""Causal attention of prompt chunks on Hopper GPUs. TMA, the copy engine, loads keys and values,
-one box within a cache block at a time.
+"""Causal attention of prompt chunks on Hopper GPUs. TMA, the copy engine, loads keys and values in
+boxes that each lie within one cache block.
 
 The arithmetic and the order of programs are those of `prefill_attention`, with three differences.
 One copy loads a tile, which needs no addresses in registers. The scale is folded into the exponent.
@@ -11,7 +11,8 @@ fast enough are not divided.
 
 A descriptor (CUtensorMap) is created on the host for each launch and passed by value, like a
 pointer. It needs neither an allocator nor memory on the device. A captured launch contains a copy
-of it, which stays valid as long as the cache keeps its address, as every captured kernel requires.
+of the descriptor. The copy stays valid, because the cache keeps its address as long as captured
+kernels use it.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ time without division."""
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SplitBuffers:
-    """Memory for the partial sums of programs that divide contexts. All steps use the same memory,
+    """Memory for the partial sums of programs that share a context. All steps use the same memory,
     one after the other."""
 
     sums: torch.Tensor
@@ -88,11 +89,11 @@ class SplitBuffers:
         return _WAVES * _PROGRAMS_PER_SM * multiprocessors
 
     def split_count(self, programs: int) -> int:
-        """Return the number of parts into which the context of each of `programs` programs is
-        divided.
+        """Return the number of parts into which each context is divided, given the number of
+        programs without division.
 
-        All parts take the same time, so the result depends only on the number of waves on a
-        multiprocessor: a nearly empty last wave takes as long as a full one.
+        The estimated time depends on the number of waves of programs, because a nearly empty last
+        wave takes as long as a full one. Each additional part adds a fixed cost.
         """
         programs_per_wave = max(1, len(self.finished) // _WAVES)
         max_splits = max(1, min(_MAX_SPLITS, len(self.finished) // programs))
@@ -116,8 +117,8 @@ def prefill_attention_tma(
     """Write the attention output of the prompt tokens to `output`, as `prefill_attention` does.
 
     `scale` must be positive, head_dim a power of two of at least 16, and the block size a multiple
-    of the variant's tile. If `buffers` is not None, programs divide contexts as far as its memory
-    allows.
+    of the variant's tile. If `buffers` is not None, contexts are divided among several programs as
+    far as that memory allows.
     """
     heads, size = queries.shape[1:]
     blocks, block_size, kv_heads = cache.keys.shape[:3]

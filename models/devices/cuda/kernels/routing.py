@@ -17,8 +17,8 @@ from nanoactor.models.weights.linear import Router
 _FEW_TOKENS = 16
 """Maximum number of tokens for which each token reads the router's weights from the L2 cache."""
 _PAIR_CHUNKS = (256, 1024, 4096)
-"""Numbers of pairs that can be read at a time. The smallest one that covers all pairs is used, else
-the largest."""
+"""Numbers of pairs that can be read at a time. The smallest one that covers all pairs is used, or
+the largest one if none does."""
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -169,7 +169,7 @@ def _align_blocks(
     """Write the pairs of one expert, in order, to its own blocks, and fill the rest of the last
     block with `pairs`.
 
-    Unused blocks get the expert -1. The number of used blocks is stored after the blocks' experts.
+    The expert of unused blocks is -1. The number of used blocks is stored after the experts.
     """
     own_expert = tl.program_id(0)
     expert = tl.arange(0, padded)

@@ -5,8 +5,9 @@ winner of each row. The last two then sample rows that have a top-k, and rows th
 or a min-p.
 
 The ids are those that `models/sampling/sampler.py` chooses: the random words and scores are the
-same, and of equal scores the lower id wins. Rows with a top-k above `limits.CANDIDATES` or with
-masked logits are sampled there.
+same, and of equal scores the lower id wins. That module itself samples rows with a top-k above
+`limits.CANDIDATES` and rows with penalties or other changes of logits. `masked_sampling.py` handles
+masks.
 """
 
 from __future__ import annotations
@@ -80,8 +81,9 @@ def sample_rows(
     `slots`, int32 (rows,).
 
     Ids are written to `sampled_ids`, int32 (rows,), and to the table of last tokens. `sampled_ids`
-    gets `limits.NO_TOKEN` if the highest logit is not finite, and `limits.FROZEN` if the slot is
-    frozen. `tables.lengths` are the positions of the sampled tokens.
+    is set to `limits.NO_TOKEN` if the highest logit is not finite, and to `limits.FROZEN` if the
+    slot is frozen (stopped by one of its `freeze_ids`). `tables.lengths` are the positions of the
+    sampled tokens.
     """
     rows, vocabulary = logits.shape
     parts = triton.cdiv(vocabulary, _PART)

@@ -4,7 +4,7 @@ logits again.
 The vocabulary is divided into groups of 256 ids, whose maxima `sampling.py` has stored. The k-th
 highest of these maxima is a bound: at least k logits reach it, so no logit below it is among the
 best k. Only groups whose maximum reaches the bound are read again, about k of several hundred. Only
-logits that reach it are sorted, which are little more than k.
+logits that reach the bound are sorted. There are only a few more than k of them.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ GROUP = 256
 _GROUPS_PER_ITERATION = 16
 """Number of groups that are read at a time."""
 _MAX_SORTED_KEYS = 2 * CANDIDATES
-"""Maximum number of logits that are sorted. If more of them reach the bound because of ties, a
+"""Maximum number of logits that are sorted. If more logits reach the bound because of ties, a
 higher bound is determined."""
 
 
 def scratch_words(groups: int) -> int:
-    """Return the size, in int64 words, of the workspace for one row: a list of groups that reach
-    the bound, and the best keys."""
+    """Return the size, in int64 words, of the workspace for one row: a list of groups with a
+    maximum that reaches the bound, and the sort keys of the best logits."""
     return triton.cdiv(groups, _GROUPS_PER_ITERATION) * _GROUPS_PER_ITERATION + _MAX_SORTED_KEYS
 
 
@@ -40,12 +40,12 @@ def sample_truncated(
     scratch: torch.Tensor,
     sampled_ids: torch.Tensor,
 ) -> None:
-    """Sample a token for each row of logits (rows, vocabulary) whose slot has a temperature and a
-    top-k of at most `limits.CANDIDATES`. Other rows are unchanged.
+    """Sample a token for each row of logits (rows, vocabulary) whose slot has a nonzero temperature
+    and a top-k of at most `limits.CANDIDATES`. Other rows are unchanged.
 
     `maxima`, float32 (rows, groups), is the maximum of each group of 256 ids. `scratch` is int64
-    (rows, `scratch_words`). Ids are written to `sampled_ids`, int32 (rows,), unless it contains a
-    negative id, and to the table of last tokens.
+    (rows, `scratch_words`). Ids are written to the table of last tokens and to `sampled_ids`, int32
+    (rows,), where negative ids are kept.
     """
     rows, vocabulary = logits.shape
     groups = maxima.shape[1]
@@ -90,8 +90,8 @@ def _load_keys(
     logits, group_list, first, count, top, temperature, bound, vocabulary, group: tl.constexpr,
     groups_per_iteration: tl.constexpr,
 ):  # fmt: skip
-    """Return the sort keys of some of the listed groups, as a vector, and a mask of those whose
-    logits reach the bound."""
+    """Return the sort keys of all ids in `groups_per_iteration` of the listed groups, from entry
+    `first` on, and a mask of the ids with logits that reach the bound."""
     index = first + tl.arange(0, groups_per_iteration)
     group_index = tl.load(group_list + index, mask=index < count, other=0)
     ids = group_index[:, None] * group + tl.arange(0, group)[None, :]

@@ -50,8 +50,8 @@ class Scratch:
     results."""
 
     def __init__(self, shape: Shape, device: torch.device) -> None:
-        """Allocate the memory. It is zeroed, because its words must not look like flags of a
-        step."""
+        """Allocate the memory. It is zeroed, because the kernel waits until flags in it have the
+        number of the current step, which stale memory might contain."""
         rows, words_per_pair = shape.rows, 2 if shape.has_flags else 1
         group = shape.heads // shape.kv_heads
         words = {
@@ -128,7 +128,10 @@ def _layer(weights: LayerWeights, cache: KVCache, scales: torch.Tensor | None) -
 
 def lay_out_scales(shape: Shape, weights: ModelWeights) -> list[torch.Tensor | None]:
     """Return the scales of each layer's matrices in the order in which the kernel reads them, by
-    tile and box. They do not depend on the number of rows."""
+    tile and box; None for each layer if the matrices are not in FP8.
+
+    The result does not depend on the number of rows.
+    """
     return [
         _lay_out_layer_scales(shape, layer) if shape.packed else None for layer in weights.layers
     ]
@@ -163,8 +166,8 @@ def arguments_of(
     """Return the kernel's parameters.
 
     `maps` are the tensor maps of each layer's matrices and of the head. `scales` are those of each
-    layer, as returned by `lay_out_scales`. `status` is int32 (2,) in page-locked memory.
-    `wait_timeout` is in seconds.
+    layer, as returned by `lay_out_scales`. `status`, int32 (2,) in page-locked memory, receives the
+    reason if the kernel stops itself. `wait_timeout` is in seconds.
     """
     args = _args_type(shape)()
     map_bytes = b"".join(maps)

@@ -1,4 +1,4 @@
-"""Decode steps that run as a single CUDA kernel, as executors use them."""
+"""Decode steps that each run as a single CUDA kernel, for use by executors."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ _WIDE_HIDDEN_SIZE, _WIDE_MAX_ROWS = 4096, 8
 """Hidden size from which a model counts as wide, and the maximum number of rows for which the
 kernel is faster for wide models.
 
-Measured on an H200 with contexts of 1,024: 16 rows of 8B take 5.51 ms with the kernel and 5.43 ms
-with operators, 8 rows 4.63 and 5.32 ms; 16 rows of 0.6B 1.32 and 1.72 ms
-(docs/gpu_measurements.md).
+Measured on an H200 with contexts of 1,024 tokens (docs/gpu_measurements.md): in an 8B model, 16
+rows take 5.51 ms with the kernel and 5.43 ms with operators, and 8 rows take 4.63 and 5.32 ms. In a
+0.6B model, 16 rows take 1.32 and 1.72 ms.
 """
 _PACKED_EXPERTS_MAX_ROWS = 4
 """Maximum number of rows for which the kernel is faster if experts are packed. Measured on an H200
@@ -89,12 +89,12 @@ _SUPPORTED_FIELDS = frozenset(
 )
 """Fields of `ModelConfig` that the kernel supports or does not depend on.
 
-Pictures are already rows when the kernel runs, rotations are read from tables, no sequence is
-longer than a window, and weights that the kernel cannot read are not passed to it.
+Decode steps contain no pictures, rotations are read from tables, no sequence is longer than a
+window, and weights that the kernel cannot read are not passed to it.
 """
 _NEUTRAL = {"output_bias": False, "mlp_bias": False}
-"""Other fields with the value that has no effect. All remaining fields must have their default
-value, so that a new option of a model family is never ignored silently."""
+"""Other fields, each with the value that the kernel requires. All remaining fields must have their
+default values, so that a new option of a model is never ignored silently."""
 
 
 def step_unsupported_reason(
@@ -139,7 +139,8 @@ def step_unsupported_reason(
 
 
 class DecodeStep:
-    """Decode steps with a fixed number of rows, and the tensors that they read and write."""
+    """The kernel for decode steps with a fixed number of rows, and the tensors that it reads and
+    writes."""
 
     def __init__(
         self,
@@ -176,8 +177,9 @@ class DecodeStep:
         """Queue a step on the current stream, and return the hidden states after the final norm,
         bfloat16 (rows, hidden).
 
-        The step also writes the new tokens' keys and values, and its logits to `logits`, (rows,
-        vocabulary), or to its own buffer if that is None. The next step overwrites the results.
+        The step also writes the new tokens' keys and values, and the logits to `logits`, (rows,
+        vocabulary). If that is None, they are written to the tensor of the previous call, or to a
+        buffer of this object if no call has passed one. The next step overwrites the results.
         Tensors must keep their addresses as long as a graph exists that has captured this call.
         """
         if logits is not None:
@@ -191,7 +193,8 @@ class DecodeStep:
 
     @property
     def logits(self) -> torch.Tensor:
-        """Logits of the step that was queued last, (rows, vocabulary), if the shape has a head."""
+        """Logits of the last queued step, (rows, vocabulary), or (rows, 0) if the kernel computes
+        none."""
         return self.scratch.logits
 
     def raise_if_stopped(self) -> None:
@@ -203,8 +206,8 @@ class DecodeStep:
 
 
 def describe(word: int, block: int, shape: Shape) -> str:
-    """Return a description, for humans, of where a step has stopped, given the kernel's status
-    words."""
+    """Return an error message that says where a step has stopped. `word` and `block` are the
+    kernel's two status words."""
     assert word & _STOPPED_BIT
     wait_code, phase_index = word >> 24 & 0x7F, word & 0xFFFFFF
     layer, phase = divmod(phase_index, 16)

@@ -1,7 +1,8 @@
 """The phases of a decode step, and the division of a model's matrices into tiles and boxes.
 
-`PHASES` and `EXPERT_PHASES` are the only definition of the order of phases, for the kernel's
-producer, its consumers and the simulator in the tests. `constants` writes it into the CUDA source.
+`PHASES` and `EXPERT_PHASES` are the only definition of the order of phases. The kernel's producer,
+its consumers and the simulator in the tests all follow it, and `constants` writes it into the CUDA
+source.
 
 A tile is 8 outputs (rows) of a matrix. A box is a part of a tile's columns that is copied to shared
 memory by one instruction. A unit is 128 bytes of a row.
@@ -20,7 +21,8 @@ MAX_ROWS = 16
 WARPS = 8
 """Number of warps of a thread block that compute (consumers)."""
 SLOT_BYTES = 16384
-"""Size in bytes of a slot of the ring in shared memory: 8 rows of 1,024 columns in bfloat16."""
+"""Size in bytes of a slot of the ring buffer for weights in shared memory: 8 rows of 1,024 columns
+in bfloat16."""
 SHARED_LIMIT = 232_448 - 1024
 """Maximum size in bytes of a block's shared memory at compute capability 9.0, minus the
 alignment."""
@@ -31,11 +33,11 @@ number of inputs that share a scale."""
 UNITS = SLOT_BYTES // (8 * UNIT_BYTES)
 """Maximum number of units in a box."""
 HEAD_TILES = 4
-"""Number of tiles of the head that a thread block claims at a time."""
+"""Number of tiles of the language-modeling head that a thread block claims at a time."""
 _MIN_SLOTS, _MAX_SLOTS = 4, 12
 _MAX_WHOLE_INPUT_BYTES, _MAX_PIECE_BYTES = 100 << 10, 64 << 10
-"""Inputs of a phase of up to the first size, in bytes, are read as a whole. Larger ones are read in
-pieces of up to the second size."""
+"""Maximum size in bytes of inputs that are read as a whole, and of the pieces in which larger
+inputs are read."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,9 +50,9 @@ class Phase:
     """Name of the weight matrix, whose rows are outputs and whose columns are inputs; None if the
     phase has none."""
     rows: str | None
-    """Name of the attribute of `Shape` that is the number of outputs."""
+    """Name of the attribute of `Shape` that is the number of outputs; None without a matrix."""
     columns: str | None
-    """Name of the attribute of `Shape` that is the number of inputs."""
+    """Name of the attribute of `Shape` that is the number of inputs; None without a matrix."""
     source: str
     sink: str
     stacked: int = 1
@@ -64,7 +66,8 @@ class Phase:
 
     @property
     def is_flagged(self) -> bool:
-        """True if the inputs consist of words with flags, regardless of the number of rows."""
+        """True if each word of the inputs is stored with a flag, which shows readers that the word
+        is written, regardless of the number of rows."""
         return self.source in ("QUERIES", "PARTS", "SCORES")
 
 
@@ -101,7 +104,8 @@ dynamically."""
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Product:
-    """The matrix of a phase, divided into tiles of 8 outputs and boxes of columns."""
+    """The matrix of a phase, divided into tiles (8 outputs) and boxes (the columns of a tile that
+    one instruction copies)."""
 
     tiles: int
     """Number of tiles; for stacked matrices, the number of tiles of each of them."""
@@ -142,8 +146,8 @@ class Product:
     def boxes_of(
         self, block: int, blocks: int, active_experts: int = 1
     ) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (piece, tile of the block, matrix of the stack, box) for each box that a block
-        reads, in the order of the ring.
+        """Yield (piece, tile of the block, matrix of the stack, box) for each box that a thread
+        block reads, in the order in which boxes are copied.
 
         `active_experts` is the number of experts that the rows have chosen.
         """
@@ -179,14 +183,14 @@ class Shape:
     blocks: int
     """Number of thread blocks, one for each multiprocessor."""
     packed: bool = False
-    """True if the layers' matrices are in FP8, with one scale per tile and 128 inputs."""
+    """True if the layers' matrices are in FP8, with one scale for each tile and 128 inputs."""
     mixture: Mixture | None = None
     """The experts of each layer, whose inner size is `inter`; None for dense layers."""
     head: int = 0
     """Results besides hidden states: 0 for none, 1 for bfloat16 logits, 2 for float32 logits."""
     flagged: bool | None = None
-    """True if words that all blocks read carry flags. None means that they do if there is only one
-    row."""
+    """True if each word that all blocks read is stored with a flag, which shows that the word is
+    written. None means True for one row, and False for more."""
     in_flight: int | None = None
     """Maximum number of boxes being copied at a time. None means 2 for narrow models (4 in FP8) and
     3 for others."""
@@ -252,13 +256,13 @@ class Shape:
 
     @property
     def has_flags(self) -> bool:
-        """True if words that all blocks read carry flags. If False, blocks count arrivals before
-        they read the words."""
+        """True if each word that all blocks read is stored with a flag, which shows that the word
+        is written. If False, readers wait for a counter to show that all blocks have finished."""
         return self.rows == 1 if self.flagged is None else self.flagged
 
     @property
     def hidden_tiles(self) -> int:
-        """Maximum number of tiles of the residual stream that a block has."""
+        """Maximum number of tiles of the residual stream that one thread block updates."""
         return -(-self.hidden // 8 // self.blocks)
 
 
@@ -271,7 +275,8 @@ def _max_whole_columns(shape: Shape) -> int:
 
 
 def product_of(shape: Shape, phase: Phase) -> Product:
-    """Return the matrix of a phase divided into tiles, boxes and pieces."""
+    """Return the division of a phase's matrix into tiles, boxes and pieces, or `NO_PRODUCT` if the
+    phase has no matrix."""
     if phase.rows is None or phase.columns is None:
         return NO_PRODUCT
     packed = shape.packed and phase is not LOGITS
@@ -295,12 +300,15 @@ def product_of(shape: Shape, phase: Phase) -> Product:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Layout:
-    """The division of a block's shared memory, in bytes, and the number of tiles summed at a time
-    (`group`)."""
+    """The division of a thread block's shared memory.
+
+    `inputs`, `work` and `rest` are sizes in bytes, `slots` is the number of slots of the ring
+    buffer for weights, and `group` is the number of tiles that are summed at a time.
+    """
 
     group: int
     input_columns: int
-    """Number of columns of inputs per row."""
+    """Number of input columns that are stored for each row."""
     inputs: int
     work: int
     rest: int
@@ -313,8 +321,8 @@ class Layout:
 
 
 def layout_of(shape: Shape) -> Layout:
-    """Return the layout of shared memory for a shape. The ring of weights gets all remaining
-    memory."""
+    """Return the layout of shared memory for a shape. The ring buffer for weights fills the memory
+    that remains, up to its maximum size."""
     products = [product_of(shape, phase) for phase in (*shape.phases, LOGITS)]
     group = 8 if shape.rows == 1 else 4 if shape.rows <= 8 else 2
     if any(product.pieces > 1 for product in products):
@@ -338,13 +346,14 @@ def layout_of(shape: Shape) -> Layout:
 
 
 def scored_experts(shape: Shape) -> int:
-    """Return the maximum number of experts whose scores a block computes."""
+    """Return the maximum number of experts for which one thread block computes router scores; 0
+    for dense layers."""
     return 0 if shape.mixture is None else -(-shape.mixture.experts // shape.blocks)
 
 
 def input_scales(shape: Shape, columns: int) -> int:
-    """Return the number of scales in shared memory for inputs of up to `columns` columns; 0 unless
-    the matrices are in FP8."""
+    """Return the number of scales in shared memory for inputs of up to `columns` columns; 0 if the
+    matrices are in bfloat16."""
     row_scales = shape.rows * (columns // UNIT_BYTES + 1)
     return max(row_scales, (shape.pairs + 1) * (shape.inter // UNIT_BYTES + 1)) * shape.packed
 
@@ -399,8 +408,8 @@ def parameter_bytes(shape: Shape) -> int:
 
 
 def _enumerators(shape: Shape) -> Iterator[str]:
-    """Yield C++ constants that number the phases and the hand-overs between blocks, by flags and by
-    arrivals."""
+    """Yield C++ constants that number the phases and their outputs. Outputs that all thread blocks
+    read have a second number, for the counters of blocks that have finished writing."""
     for number, phase in enumerate((*shape.phases, LOGITS)):
         yield f"constexpr int {phase.name} = {number};"
     if ROUTE not in shape.phases:
@@ -447,7 +456,7 @@ def _products(shape: Shape) -> Iterator[str]:
 
 
 def _max_boxes_in_flight(shape: Shape, product: Product) -> int:
-    """Return the maximum number of boxes of a matrix that may be in flight at a time."""
+    """Return the maximum number of boxes of a matrix that are copied to shared memory at a time."""
     is_narrow = shape.hidden <= 1536
     boxes = shape.in_flight or ((4 if shape.packed else 2) if is_narrow else 3)
     if product.experts is not None:  # their boxes may be small

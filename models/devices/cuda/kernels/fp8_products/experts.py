@@ -26,8 +26,7 @@ from nanoactor.models.devices.cuda.kernels.routing import align_blocks
 def supports(gate_up: Packed, down: Packed) -> bool:
     """Return True if the CUDA C++ kernels support a layer's experts.
 
-    The outputs of the gate and up projections must form whole blocks of inputs of the down
-    projection.
+    The intermediate size (the inputs of the down projection) must be a whole number of blocks.
     """
     inner = gate_up.weight.shape[1] // 2
     return gate_up.block == down.block == BLOCK and inner % BLOCK == 0 and down.offset == 0

@@ -65,7 +65,8 @@ class RoundArgs(ctypes.Structure):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rows:
-    """Activations in e4m3, in the order in which tiles read them. Each row is in one slot."""
+    """Activations in e4m3, in the order in which tiles read them. A slot has room for one row, and
+    may be empty."""
 
     values: torch.Tensor
     """e4m3 numbers, (blocks, slots, 128), whose 16-byte chunks are swizzled (chunk ^ slot % 8)."""
@@ -82,7 +83,7 @@ class Rows:
 
 
 class Kernels:
-    """All kernels, loaded on the current device."""
+    """All FP8 product kernels, loaded on the current device."""
 
     def __init__(self) -> None:
         """Load the kernels from disk, or compile them. Raises `CompileError` or `DriverError` if
@@ -109,7 +110,7 @@ class Kernels:
 
 
 class ProductKernels:
-    """The kernels of a device, which are loaded when they are first needed."""
+    """The FP8 product kernels of a device, which are loaded when they are first needed."""
 
     def __init__(self, capability: tuple[int, int]) -> None:
         self._is_enabled = capability == CAPABILITY
@@ -132,7 +133,8 @@ class ProductKernels:
 
 
 class Matrix:
-    """A packed matrix, or one matrix for each expert, with its tensor map."""
+    """An FP8 matrix, or the stacked matrices of all experts, and the tensor map through which
+    kernels read it."""
 
     def __init__(self, packed: Packed) -> None:
         """Encode the tensor map for the copy engine (TMA). Raises `DriverError` if that fails."""
@@ -172,7 +174,8 @@ def arguments_of(matrix: Matrix, variant: Variant, rows: Rows, y: torch.Tensor, 
 def quantize(kernels: Kernels, x: torch.Tensor, packed: Packed, slots: int) -> Rows:
     """Return `x`, bfloat16 (rows, inputs), rounded to e4m3 and padded like `packed`.
 
-    Row i is in slot i of `slots` slots. Raises `DriverError` if the launch fails.
+    The result has room for `slots` rows, and its first rows are those of `x`. Raises `DriverError`
+    if the launch fails.
     """
     return _round(kernels, x, packed, slots, RoundArgs(count=len(x), chosen=1, tokens=1))
 
@@ -180,10 +183,10 @@ def quantize(kernels: Kernels, x: torch.Tensor, packed: Packed, slots: int) -> R
 def gather(
     kernels: Kernels, x: torch.Tensor, packed: Packed, blocks: Blocks, top_k: int, tokens: int
 ) -> Rows:
-    """Return the rounded rows of the token-expert pairs in `blocks`, which have `tokens` slots
-    each.
+    """Return the rows of the token-expert pairs in `blocks`, rounded to e4m3.
 
-    Slots without a pair are left uninitialized. Raises `DriverError` if the launch fails.
+    Each block has room for `tokens` rows. Rows without a pair are left uninitialized. Raises
+    `DriverError` if the launch fails.
     """
     args = RoundArgs(
         pairs=blocks.pair_ids.data_ptr(),

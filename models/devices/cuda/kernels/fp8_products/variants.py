@@ -28,7 +28,8 @@ leaves room for blocks of the previous kernel."""
 _ALIGNMENT_BYTES = 1024
 _MAX_STAGES = 12
 _MIN_UNITS = 4
-"""Minimum number of stages that a block computes."""
+"""Minimum number of stages (blocks of inputs of a tile) that a thread block computes, if the
+product has that many."""
 
 Epilogue = Literal["LINEAR", "SWIGLU", "WEIGHTED"]
 
@@ -56,13 +57,13 @@ class Variant:
 
     @property
     def _stage_bytes(self) -> int:
-        """Size in bytes of a stage: a part of the matrix, the rows, the rows' scales, and two
-        barriers."""
+        """Size in bytes of the buffers for one block of inputs of a tile: its part of the matrix,
+        the rows, the rows' scales, and two barriers."""
         return (128 * self.halves + self.tokens) * BLOCK + 4 * self.tokens + 16
 
     @property
     def stages(self) -> int:
-        """Number of stages that fit into shared memory."""
+        """Number of blocks of inputs that are buffered in shared memory at a time."""
         available_bytes = SHARED_LIMIT - _ALIGNMENT_BYTES - 4 * self.tokens - 16
         return min(_MAX_STAGES, available_bytes // self._stage_bytes)
 
@@ -73,10 +74,10 @@ class Variant:
 
     @property
     def launch_bounds(self) -> int:
-        """Number of threads among which the compiler divides registers.
+        """Number of threads among which the compiler divides the registers of a multiprocessor.
 
-        It is more than a block has, so that the block fits next to blocks of the previous kernel.
-        Tiles of 128 rows need all registers.
+        For tiles of 64 rows, this is more than a thread block has, so that blocks of the previous
+        kernel can run at the same time. Tiles of 128 rows need all registers.
         """
         return THREADS if self.tokens == 128 else 512
 
@@ -86,8 +87,8 @@ _STAGE_AND_COMBINE_COSTS = {
     Variant("LINEAR", 128, 1): (0.72, 12.0),
     Variant("LINEAR", 128, 2): (1.19, 20.0),
 }
-"""Times in microseconds, measured on an H200: of a stage, and of adding the parts of a tile that
-several blocks compute."""
+"""Times in microseconds, measured on an H200: for one stage (a block of inputs of a tile), and for
+adding the parts of a tile if several thread blocks compute them."""
 VARIANTS = (
     *_STAGE_AND_COMBINE_COSTS,
     *(Variant(epilogue, tokens, 2) for epilogue in ("SWIGLU", "WEIGHTED") for tokens in (64, 128)),
@@ -95,8 +96,8 @@ VARIANTS = (
 
 
 def source(machine: str | None = None) -> str:
-    """Return the CUDA source of all kernels. `machine` replaces the source of the instruction
-    wrappers."""
+    """Return the CUDA source of all kernels. `machine` is source text that replaces the instruction
+    wrappers; None means `machine.cuh`."""
     entries = [
         f'extern "C" __global__ void __launch_bounds__({v.launch_bounds}, 1) '
         f"{v.name}(const __grid_constant__ Args a) "
@@ -125,8 +126,8 @@ class Division:
     row_tiles: int
     output_tiles: int
     units: int
-    """Number of stages that each block computes, if blocks may start or end in the middle of a
-    tile; 0 if each block computes whole tiles."""
+    """Number of stages (blocks of inputs of a tile) that each thread block computes, if it may
+    start or end in the middle of a tile; 0 if it computes whole tiles."""
     blocks: int
     """Number of thread blocks in the grid."""
 
