@@ -9,9 +9,8 @@ ROUNDS = 12
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Return this thread's processor time in seconds, which excludes other threads' and the
-    garbage collector's."""
-    gc.collect()
+    """Return this thread's processor time in seconds, which excludes that of other threads and of
+    the garbage collector."""
     gc.disable()
     try:
         begin = time.thread_time()

@@ -11,6 +11,7 @@ from base64 import urlsafe_b64encode
 
 import pytest
 
+import tests.growth
 from nanoactor.server.anthropic.request import MessagesRequest
 from nanoactor.server.anthropic.translate import to_chat as of_messages
 from nanoactor.server.canonical import ArgumentOrder
@@ -164,5 +165,6 @@ def test_the_measure_finds_a_product(monkeypatch):
         return ordered(self, value, schema)
 
     monkeypatch.setattr(ArgumentOrder, "_apply", quadratic)
+    monkeypatch.setattr(tests.growth, "ROUNDS", 2)
     with pytest.raises(AssertionError, match="times as long"):
         test_reading_takes_time_in_proportion(SHAPES["objects of a wide schema"])
