@@ -8,29 +8,26 @@ import os
 import sys
 import threading
 import warnings
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from nanoactor.api.batches import Batches, is_sequence
 from nanoactor.api.engine import AsyncLLM, Prompt
-from nanoactor.api.progress import Progress
 from nanoactor.errors import (
     EngineClosed,
-    EngineOverloaded,
     InvalidRequest,
     NotUsableHere,
     public,
 )
-from nanoactor.requests.outputs import BeamSearchOutput, RequestOutput, RequestOutputKind
+from nanoactor.requests.outputs import BeamSearchOutput, RequestOutput
 from nanoactor.requests.params import BeamSearchParams, SamplingParams
 from nanoactor.requests.pooling_outputs import EmbeddingRequestOutput, ScoringRequestOutput
 from nanoactor.requests.pooling_params import PoolingParams
-from nanoactor.runtime.concurrency import run_all
 
 if TYPE_CHECKING:
     from nanoactor.text.huggingface import PreTrainedTokenizerBase
 
 T = TypeVar("T")
-P = TypeVar("P", EmbeddingRequestOutput, ScoringRequestOutput)
 _MAX_CONCURRENT_TEXTS = 4096
 """Maximum number of texts in flight in one call of `embed` or `score`."""
 
@@ -50,6 +47,7 @@ class LLM:
         """Start the engine. `options` are the fields of `EngineConfig`. Raises the errors of
         `AsyncLLM`."""
         self._llm = AsyncLLM(model, **options)
+        self._batches = Batches(self._llm)
         self._pid = os.getpid()
         self._closing = threading.Lock()
         self._closed = False
@@ -149,7 +147,7 @@ class LLM:
         The first invalid request raises its error and aborts the others.
         """
         prompt_list = _as_list(prompts, "prompts", "a string, a dict, or a list of them")
-        return self._call(self._generate(prompt_list, sampling_params, use_tqdm, None))
+        return self._call(self._batches.generate(prompt_list, sampling_params, use_tqdm, None))
 
     @public
     def chat(
@@ -171,7 +169,7 @@ class LLM:
         prompt_list = _as_list(messages, "messages", "a list of messages, or a list of such lists")
         if prompt_list and isinstance(prompt_list[0], Mapping):
             prompt_list = [prompt_list]
-        if tools is not None and (isinstance(tools, str | Mapping) or not _is_sequence(tools)):
+        if tools is not None and (isinstance(tools, str | Mapping) or not is_sequence(tools)):
             raise InvalidRequest(f"tools must be a list of functions, got {tools!r:.100}")
         given = {
             "add_generation_prompt": add_generation_prompt,
@@ -181,7 +179,7 @@ class LLM:
         options: Any = {} if chat_template_kwargs is None else chat_template_kwargs
         if isinstance(options, Mapping):  # anything else is rejected when requests are checked
             options = {k: value for k, value in given.items() if value is not None} | {**options}
-        return self._call(self._generate(prompt_list, sampling_params, use_tqdm, options))
+        return self._call(self._batches.generate(prompt_list, sampling_params, use_tqdm, options))
 
     @public
     def generate_multimodal(
@@ -199,7 +197,7 @@ class LLM:
         """
         prompt_list = _as_list(requests, "requests", "a list of dicts")
         prompts = [_multimodal(request) for request in prompt_list]
-        return self._call(self._generate(prompts, sampling_params, use_tqdm, None))
+        return self._call(self._batches.generate(prompts, sampling_params, use_tqdm, None))
 
     @public
     def beam_search(
@@ -221,7 +219,8 @@ class LLM:
             raise InvalidRequest(
                 f"concurrency_limit must be an integer of at least 1, got {limit!r}"
             )
-        return self._call(self._search(prompt_list, params, use_tqdm, limit))
+        calls = [functools.partial(self._llm.beam_search, one, params) for one in prompt_list]
+        return self._call(self._batches.run(calls, use_tqdm, limit))
 
     @public
     def embed(
@@ -235,8 +234,8 @@ class LLM:
         The first invalid text raises its error and aborts the others.
         """
         prompt_list = _as_list(prompts, "prompts", "a string, a dict, or a list of them")
-        calls = (functools.partial(self._llm.embed, one, pooling_params) for one in prompt_list)
-        return self._call(self._pool(list(calls), use_tqdm))
+        calls = [functools.partial(self._llm.embed, one, pooling_params) for one in prompt_list]
+        return self._call(self._batches.run(calls, use_tqdm, _MAX_CONCURRENT_TEXTS))
 
     @public
     def score(
@@ -267,7 +266,7 @@ class LLM:
             functools.partial(score_pair, *pair)
             for pair in zip(query_list, document_list, strict=True)
         ]
-        return self._call(self._pool(calls, use_tqdm))
+        return self._call(self._batches.run(calls, use_tqdm, _MAX_CONCURRENT_TEXTS))
 
     @public
     def get_default_sampling_params(self) -> SamplingParams:
@@ -280,116 +279,13 @@ class LLM:
         """Return the model's tokenizer as transformers loads it, the same object each time."""
         return self._call(self._llm.get_tokenizer())
 
-    async def _generate(
-        self,
-        prompts: list[Any],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        use_tqdm: bool,
-        template: Mapping[str, Any] | None,
-    ) -> list[RequestOutput]:
-        if params is None or isinstance(params, SamplingParams):
-            params = [params or SamplingParams.for_model()] * len(prompts)
-        is_list = _is_sequence(params) and not isinstance(params, str)
-        if not is_list or not all(isinstance(one, SamplingParams) for one in params):
-            raise InvalidRequest(
-                "sampling_params must be a SamplingParams object, or a list with one for each "
-                f"prompt, got {params!r:.100}"
-            )
-        if len(params) != len(prompts):
-            raise InvalidRequest(
-                "sampling_params must have one item for each prompt, but there are "
-                f"{len(prompts)} prompts and {len(params)} items"
-            )
-        progress = Progress(len(prompts), enabled=use_tqdm)
-        try:
-            return await run_all(
-                [
-                    functools.partial(
-                        self._retry_while_full,
-                        functools.partial(self._finish, prompt, prompt_params, progress, template),
-                    )
-                    for prompt, prompt_params in zip(prompts, params, strict=True)
-                ]
-            )
-        finally:
-            progress.close()
-
-    async def _pool(self, calls: Sequence[Callable[[], Awaitable[P]]], use_tqdm: bool) -> list[P]:
-        progress = Progress(len(calls), enabled=use_tqdm)
-
-        async def run(call: Callable[[], Awaitable[P]]) -> P:
-            output = await self._retry_while_full(call)
-            progress.count_finished()
-            return output
-
-        try:
-            return await run_all(
-                [functools.partial(run, call) for call in calls], _MAX_CONCURRENT_TEXTS
-            )
-        finally:
-            progress.close()
-
-    async def _search(
-        self, prompts: list[Any], params: BeamSearchParams, use_tqdm: bool, limit: int | None
-    ) -> list[BeamSearchOutput]:
-        progress = Progress(len(prompts), enabled=use_tqdm)
-
-        async def run(prompt: Any) -> BeamSearchOutput:
-            search = functools.partial(self._llm.beam_search, prompt, params)
-            output = await self._retry_while_full(search)
-            progress.count_finished()
-            return output
-
-        try:
-            return await run_all([functools.partial(run, prompt) for prompt in prompts], limit)
-        finally:
-            progress.close()
-
-    async def _retry_while_full(self, make: Callable[[], Awaitable[T]]) -> T:
-        """Run a request. If the queue is full, wait and try again, because a batch may be larger
-        than the queue."""
-        while True:
-            try:
-                return await make()
-            except EngineOverloaded:
-                await self._llm.wait_for_capacity()
-
-    async def _finish(
-        self,
-        prompt: Any,
-        params: SamplingParams,
-        progress: Progress,
-        template: Mapping[str, Any] | None,
-    ) -> RequestOutput:
-        """Run a request to its end and return its last output. Report tokens to `progress` as they
-        arrive."""
-        counted = 0
-        final: RequestOutput | None = None
-        stream = self._llm.generate(
-            prompt, _require_cumulative(params), chat_template_kwargs=template
-        )
-        async for output in stream:
-            final = output
-            tokens = sum(len(answer.token_ids) for answer in output.outputs)
-            progress.add_tokens(
-                len(output.prompt_token_ids) if not counted else 0, tokens - counted
-            )
-            counted = max(counted, tokens)
-        assert final is not None
-        progress.count_finished()
-        return final
-
-
-def _is_sequence(value: object) -> bool:
-    return isinstance(value, Sequence)
-
 
 def _as_list(given: Any, name: str, what: str) -> list[Any]:
     """Return a sequence as a list, and a single item as a list of one. Raises `InvalidRequest` for
     other types. `what` describes the allowed types in the error."""
     if isinstance(given, str | Mapping):
         return [given]
-    if isinstance(given, bytes) or not _is_sequence(given):
+    if isinstance(given, bytes) or not is_sequence(given):
         raise InvalidRequest(f"{name} must be {what}, got {given!r:.100}")
     return list(given)
 
@@ -421,11 +317,3 @@ async def _close_dropped(llm: AsyncLLM, loop: asyncio.AbstractEventLoop) -> None
         await llm.close()
     finally:
         loop.call_soon(loop.stop)
-
-
-def _require_cumulative(params: SamplingParams) -> SamplingParams:
-    if params.output_kind is RequestOutputKind.CUMULATIVE:
-        return params
-    raise InvalidRequest(
-        "output_kind must be CUMULATIVE, because LLM returns only complete outputs"
-    )
