@@ -22,6 +22,7 @@ from nanoactor.server.connections import connection_factory
 from nanoactor.server.context import json_response
 from nanoactor.server.http import HttpFrontend, Routes
 from nanoactor.server.listening import bind_socket, make_tls_context, remove_unix_socket
+from nanoactor.server.live_answers import LiveAnswers
 from nanoactor.server.media import MediaLimits, MediaLoader
 from nanoactor.server.metrics import Metrics
 from nanoactor.server.monitor import Monitor
@@ -104,15 +105,20 @@ class Server:
             config, self.names, max_body_bytes, self.metrics, decoder, is_traced=is_traced
         )
         self._media = MediaLoader(MediaLimits(config.allowed_media_domains))
+        self._answers = LiveAnswers(
+            llm,
+            self._http,
+            self.metrics,
+            max_answers=config.max_answers_per_client or _max_answers_per_client(llm.config),
+            cap_max_tokens=not config.strict,
+        )
         self._completions = Completions(
             llm,
             self._text_service,
             self._http,
-            self.metrics,
             self._media,
+            self._answers,
             separate_reasoning=config.separate_reasoning,
-            max_answers=config.max_answers_per_client or _max_answers_per_client(llm.config),
-            cap_max_tokens=not config.strict,
             tool_call_parser=config.tool_call_parser,
             reasoning_parser=config.reasoning_parser,
         )
@@ -159,7 +165,7 @@ class Server:
             max_answers=self.config.max_answers_per_client
             or _max_answers_per_client(self.llm.config),
         )
-        compat = CompatRoutes(self.llm, self._completions, self._http, self.names)
+        compat = CompatRoutes(self.llm, self._completions, self._answers, self._http, self.names)
         routes: dict[str, Any] = {
             "/v1/chat/completions": ("POST", self._completions.chat),
             "/v1/completions": ("POST", self._completions.completions),
@@ -243,9 +249,9 @@ class Server:
         if not await self._http.wait_idle(self.config.drain_timeout):
             log.warning(
                 "cutting off %d answers that did not finish within the drain timeout",
-                self._completions.num_live,
+                self._answers.num_live,
             )
-            self._completions.abort_all()
+            self._answers.abort_all()
             await self._http.wait_idle(_FINAL_SEND_SECONDS)
 
     async def stop(self) -> None:

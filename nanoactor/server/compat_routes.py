@@ -16,6 +16,7 @@ from nanoactor.server.completions import Completions
 from nanoactor.server.context import json_response
 from nanoactor.server.errors import APIError, invalid
 from nanoactor.server.http import HttpFrontend, Routes
+from nanoactor.server.live_answers import LiveAnswers
 from nanoactor.server.serving import Engine
 from nanoactor.text.template_files import TOKENIZER_CONFIG, read_template_files
 
@@ -34,11 +35,16 @@ class CompatRoutes:
     routes: `/tokenizer_info`, and those that control the engine."""
 
     def __init__(
-        self, llm: Engine, completions: Completions, http: HttpFrontend, names: Sequence[str]
+        self,
+        llm: Engine,
+        completions: Completions,
+        answers: LiveAnswers,
+        http: HttpFrontend,
+        names: Sequence[str],
     ) -> None:
         """Store the services. `names` are the names that clients may use for the model."""
-        self._llm, self._completions, self._http = llm, completions, http
-        self._names = names
+        self._llm, self._completions, self._answers = llm, completions, answers
+        self._http, self._names = http, names
 
     def routes(self, document: Mapping[str, Any], health: Any) -> Routes:
         """Return the routes that are always served. `health` is the handler of `/health`, and
@@ -72,7 +78,7 @@ class CompatRoutes:
 
     async def load(self, request: web.Request) -> web.StreamResponse:
         """Handle `GET /load`: return the number of answers in progress."""
-        return json_response({"server_load": self._completions.num_live})
+        return json_response({"server_load": self._answers.num_live})
 
     async def invocations(self, request: web.Request) -> web.StreamResponse:
         """Handle `POST /invocations`: run a chat if the body has `messages`, or a text completion

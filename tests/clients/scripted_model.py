@@ -20,8 +20,8 @@ import numpy as np
 from nanoactor import AsyncLLM
 from nanoactor.runner.simulated import SimulatedExecutor
 from nanoactor.server.app import Server
-from nanoactor.server.completions import Completions
 from nanoactor.server.config import ServerConfig
+from nanoactor.server.live_answers import LiveAnswers
 from nanoactor.server.requests import ChatRequest
 from nanoactor.text.tokenizer import load_tokenizer
 from tests.server.scripted import END, directory
@@ -118,17 +118,17 @@ class Sayings:
 
     def install(self) -> None:
         """Have every chat of this process be answered so."""
-        submit = Completions._submit
+        submit = LiveAnswers._submit
 
-        def submitted(completions, body, wanted, how):
+        def submitted(answers, body, wanted, how):
             if isinstance(body, ChatRequest):
                 body.seed = next(self._seeds)
                 text = self._texts[body.seed] = plan(body)
                 encoded = [self._tokenizer.encode(c, add_special_tokens=False).ids for c in text]
                 self._ids[body.seed] = [token for ids in encoded for token in ids] + [END]
-            return submit(completions, body, wanted, how)
+            return submit(answers, body, wanted, how)
 
-        Completions._submit = submitted
+        LiveAnswers._submit = submitted
         SimulatedExecutor._tokens = lambda device, positions, seeds: self._sampled(positions, seeds)
         SimulatedExecutor._masked = lambda device, masks, positions, seeds: self._masked(
             seeds.tolist(), masks

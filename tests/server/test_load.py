@@ -177,7 +177,7 @@ def test_half_of_the_clients_hang_up_and_the_others_notice_nothing(checkpoint, c
             figures = await settled(server.llm)
             assert figures["frontend"]["actor"]["untokenized"] == 0
             assert figures["scheduler"]["actor"]["aborted"] > count / 20
-            assert server._completions.num_live == 0
+            assert server._answers.num_live == 0
             async with asyncio.timeout(20):
                 while len(asyncio.all_tasks()) >= 30:
                     await asyncio.sleep(0.02)

@@ -50,7 +50,7 @@ def test_a_message_streams_is_stopped_and_the_tracks_move(tmp_path, monkeypatch)
             await page.until(f"{SAID}.length > {first + 40}")
             # On a busy machine all of that may have come at once, which has no pace.
             await page.until(f"{ANSWER}.querySelector('.figures').textContent.includes('tokens/s')")
-            assert server._completions.num_live == 1
+            assert server._answers.num_live == 1
             await page.key("Escape")
             await page.until(f"{ANSWER}.dataset.state === 'stopped'")
             figures = await page.evaluate(f"{ANSWER}.querySelector('.figures').textContent")
@@ -59,7 +59,7 @@ def test_a_message_streams_is_stopped_and_the_tracks_move(tmp_path, monkeypatch)
             assert figures.endswith("stopped")
             length = await page.evaluate(f"{SAID}.length")
             async with asyncio.timeout(30):  # the engine is told
-                while server._completions.num_live:
+                while server._answers.num_live:
                     await asyncio.sleep(0.02)
             assert await page.evaluate(f"{SAID}.length") == length
 
