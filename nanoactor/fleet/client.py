@@ -127,7 +127,7 @@ class FleetLLM(PoolingCalls):
         self.fleet.start()
         try:
             async with asyncio.timeout(self.config.start_timeout):
-                await self.fleet.first_connected.wait()
+                await self.fleet.links.first_connected.wait()
         except TimeoutError:
             await self.close()
             raise EngineDead(
@@ -165,7 +165,7 @@ class FleetLLM(PoolingCalls):
     def facts(self) -> dict[str, Any]:
         """Properties of the replica that connected last, such as its dtype and KV block size, as in
         `AsyncLLM.facts`. Empty before the first connection."""
-        return dict(self.fleet.facts)
+        return dict(self.fleet.links.facts)
 
     @property
     def live(self) -> int:
@@ -253,8 +253,8 @@ class FleetLLM(PoolingCalls):
         replicas = self.fleet.replicas.values()
         if replicas and all(replica.state.is_full for replica in replicas):
             raise EngineOverloaded(f"all {len(replicas)} replicas are full; try again later")
-        limit = max(self.config.max_waiting_requests, self.fleet.capacity)
-        waiting = len(self._preparing) + self.fleet.dispatch.waiting + self.fleet.trials.waiting
+        limit = max(self.config.max_waiting_requests, self.fleet.links.capacity)
+        waiting = len(self._preparing) + self.fleet.queue.waiting
         if waiting + requests > limit:
             raise EngineOverloaded(
                 f"{waiting} requests are already waiting for a replica; try again later"
@@ -281,7 +281,7 @@ class FleetLLM(PoolingCalls):
         if self._telemetry is not None:
             request.on_end = self._telemetry.end_callback(origin)
         request.media = tuple(map(wire.media_to_bytes, media))
-        self._hasher.block_size = self.fleet.block_size or self._hasher.block_size
+        self._hasher.block_size = self.fleet.links.block_size or self._hasher.block_size
         if len(submit.token_ids) and not media:
             self._enqueue(request, submit.token_ids, self._hasher.hash_tokens(submit.token_ids))
         else:
@@ -294,8 +294,8 @@ class FleetLLM(PoolingCalls):
         request.token_ids = np.asarray(token_ids, np.int32).tobytes()
         request.prompt_length = request.prompt_length or len(token_ids)
         request.block_hashes, request.block_keys = block_hashes, block_keys(block_hashes)
-        self.fleet.add(request.begin())
-        self.fleet.advance()
+        self.fleet.queue.add(request.begin())
+        self.fleet.queue.advance()
 
     async def _prepare(self, request: FleetRequest) -> None:
         """Render the chat template, tokenize the prompt and hash its KV blocks, once for all

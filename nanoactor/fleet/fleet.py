@@ -1,8 +1,8 @@
-"""State of all replicas, as one ingress (an HTTP server in front of them) sees it: connections,
-running streams and queued requests.
+"""All replicas, as one ingress (an HTTP server in front of them) sees them: `links` are the
+connections to them, `streams` the running requests and `queue` those that wait for a replica.
 
-A *link* is the connection between an ingress and a replica. If a replica dies or hangs, its streams
-resume on other replicas. A replica that is shut down finishes its streams first.
+If a replica dies or hangs, its streams resume on other replicas. A replica that is shut down
+finishes its streams first.
 """
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
-from typing import Any
 
 from nanoactor import errors
 from nanoactor.errors import (
@@ -21,19 +19,19 @@ from nanoactor.errors import (
     PoisonRequest,
 )
 from nanoactor.fleet import wire
-from nanoactor.fleet.dispatch import NO_REPLICA_TIMEOUT, Dispatch
-from nanoactor.fleet.link_end import Connector, LinkEnd
-from nanoactor.fleet.prefix_map import PrefixMap
+from nanoactor.fleet.dispatch import NO_REPLICA_TIMEOUT
+from nanoactor.fleet.link_end import Connector
+from nanoactor.fleet.links import Links
+from nanoactor.fleet.part_queue import PartQueue
 from nanoactor.fleet.replica import Replica
 from nanoactor.fleet.requests import FleetRequest, Part
-from nanoactor.fleet.routing import ReplicaState, Router
-from nanoactor.fleet.trial_runs import TrialRuns
+from nanoactor.fleet.routing import Router
+from nanoactor.fleet.streams import Streams
 
 log = logging.getLogger("nanoactor.fleet")
 
 SILENCE_TIMEOUT = 10.0
 _TICK_SECONDS = 1.0
-_MAX_RETRY_WAIT = 10.0
 _ENGINE_DEAD, _ENGINE_CLOSED = "EngineDead", "EngineClosed"
 """Error classes that mean that the replica failed, not the request: its engine died or was
 closed."""
@@ -62,122 +60,46 @@ class Fleet:
         """Create the fleet without connecting. `connector` provides access to the replicas, and
         `ingress` is the name under which they know this ingress. A replica that sends nothing for
         `silence` seconds is considered hung."""
-        self._connector, self._ingress, self._silence = connector, ingress, silence
         self.router = Router()
-        self.dispatch = Dispatch(self.router)
         self.counts = Counts()
-        self.replicas: dict[str, Replica] = {}
-        """Connected replicas, by name."""
-        self._links: dict[str, LinkEnd] = {}
-        self._retries: dict[str, tuple[float, float]] = {}
-        """For each lost replica: time of the next attempt to connect (`time.monotonic()`), and the
-        delay before that attempt, in seconds."""
-        self._running: dict[Part, tuple[Replica, int]] = {}
-        """For each running part (a request or one of its sequences): its replica, and the number of
-        its stream there."""
-        self._last_stream = 0
+        self.links = Links(connector, ingress, silence, self.router.prefixes, self)
+        self.replicas = self.links.replicas
+        """Connected replicas, by name. Only `links` adds and removes them."""
+        self.streams = Streams()
+        self.queue = PartQueue(self.router, self.replicas, self.begin)
         self.requests: dict[int, FleetRequest] = {}
         """Unfinished requests, by their number in this ingress (uid)."""
-        self.trials = TrialRuns(self)
-        self.first_connected = asyncio.Event()
-        self.facts: dict[str, Any] = {}
-        """Properties of the replica that connected last."""
         self._ticker: asyncio.Task[None] | None = None
-        self._closing: set[asyncio.Task[None]] = set()
-        self._closed = False
 
     def start(self) -> None:
         """Connect to all replicas, and later to new ones, in the background."""
-        self._connector.watch(self.update_members)
+        self.links.start()
         self._ticker = asyncio.ensure_future(self._tick())
-        self.update_members()
 
     async def close(self) -> None:
         """Close the connections to all replicas."""
-        self._closed = True
+        self.queue.close()
         if self._ticker is not None:
             self._ticker.cancel()
-        await asyncio.gather(*(link.close() for link in self._links.values()))
-        await asyncio.gather(*self._closing, return_exceptions=True)
+        await self.links.close()
 
-    # -- replicas that join and leave -------------------------------------------------------
+    # -- lost replicas ----------------------------------------------------------------------
 
-    def update_members(self) -> None:
-        """Connect to new members, the replicas that the connector reports as serving. Close the
-        connection to a replica that is no longer a member once no stream runs there."""
-        members = self._connector.members
-        now = time.monotonic()
-        for replica in members - self._links.keys():
-            if self._retries.get(replica, (0.0, 0.0))[0] <= now and not self._closed:
-                self._links[replica] = LinkEnd(
-                    replica, self._connector, self, self._silence, self._ingress
-                )
-        for replica in self._retries.keys() - members:
-            del self._retries[replica]
-        for replica, link in list(self._links.items()):
-            if replica not in members and not link.is_leaving:
-                link.left_at = now
-                log.info("replica %s is leaving; it finishes its running streams", replica)
-                self._close_if_idle(link)
-
-    def _close_if_idle(self, link: LinkEnd) -> None:
-        """Close the link to a replica that is shutting down, unless streams of this ingress still
-        run there."""
-        replica = self.replicas.get(link.replica)
-        if replica is not None and replica.link is link and replica.parts:
-            return
-        self._remove(link)
-        task = asyncio.ensure_future(link.close())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
-
-    def _remove(self, link: LinkEnd) -> Replica | None:
-        if self._links.get(link.replica) is link:
-            del self._links[link.replica]
-        replica = self.replicas.get(link.replica)
-        if replica is None or replica.link is not link:
-            return None
-        del self.replicas[link.replica]
-        self.router.prefixes.forget(link.replica)
-        return replica
-
-    def on_up(self, link: LinkEnd) -> None:
-        """Add a replica that has sent its first report."""
-        assert link.hello is not None
-        self.replicas[link.replica] = Replica(link, link.hello)
-        self._retries.pop(link.replica, None)
-        log.info("replica %s is serving", link.replica)
-        self.facts = link.hello.facts
-        self.first_connected.set()
-
-    def on_lost(self, link: LinkEnd, cause: str) -> None:
-        """Handle the loss of a replica that died, hung or closed the link: resume its requests on
-        other replicas. `cause` is for the log."""
-        replica = self._remove(link)
-        wait = min(_MAX_RETRY_WAIT, 2 * self._retries.get(link.replica, (0.0, 0.5))[1])
-        self._retries[link.replica] = time.monotonic() + wait, wait
-        if self._closed:
-            return
-        is_planned = link.has_drained
-        log.log(
-            logging.INFO if is_planned else logging.ERROR,
-            "replica %s is lost: %s%s",
-            link.replica,
-            cause,
-            f"; {len(replica.parts)} streams continue on other replicas" if replica else "",
-        )
+    def on_lost(self, replica: Replica | None, *, is_planned: bool) -> None:
+        """Resume the requests of a lost replica on other replicas. `replica` is None if it had not
+        sent its first report. `is_planned` is True if the replica was shut down on purpose."""
         if replica is not None:
             self.counts.deaths += not is_planned
             culprit = None
             if is_planned:
-                self.trials.note_departure(replica)
+                self.queue.trials.note_departure(replica)
             else:
-                culprit = self.trials.note_death(replica)
+                culprit = self.queue.trials.note_death(replica)
             for part in list(replica.parts.values()):
                 self._move_safely(part, replica)
             if culprit is not None:
                 self._fail_poisonous(culprit)
-        self.advance()
+        self.queue.advance()
 
     def _fail_poisonous(self, request: FleetRequest) -> None:
         log.error(
@@ -201,7 +123,7 @@ class Fleet:
     def _move(self, part: Part, replica: Replica) -> None:
         """Queue a part (a request or one of its sequences) to resume on another replica, because
         `replica` was lost."""
-        self._running.pop(part, None)
+        self.streams.forget(part)
         request = part.request
         for moved in request.move(part):
             has_sent = moved.is_moved and part.request.tokens_sent
@@ -212,56 +134,26 @@ class Fleet:
             log.info(
                 "request %s continues on another replica after %d tokens", name, request.tokens_sent
             )
-            self.add(moved)
+            self.queue.add(moved)
 
     # -- requests ---------------------------------------------------------------------------
-
-    def add(self, part: Part) -> None:
-        """Queue a part (a request or one of its sequences) until a replica has room for it. If its
-        request is suspected of killing replicas, queue it to run alone instead."""
-        if not self.trials.queue_if_suspect(part):
-            self.dispatch.add(part)
-
-    def advance(self) -> None:
-        """Start all queued parts for which a replica has room, and reserve a replica for the next
-        request that must run alone."""
-        if self._closed:
-            return
-        if self.dispatch.waiting:
-            self.dispatch.assign([replica.state for replica in self.usable_replicas()], self._begin)
-        # With a single replica, start queued parts before the next request that must run alone.
-        if len(self.replicas) > 1 or not self.dispatch.waiting:
-            self.trials.advance()
-
-    def usable_replicas(self) -> Iterator[Replica]:
-        """Yield the replicas that accept new requests: those that are neither shutting down nor
-        reserved to run a single request alone."""
-        for replica in self.replicas.values():
-            is_reserved = replica.state.load.is_reserved or self.trials.reserves(replica)
-            if not (replica.link.is_leaving or is_reserved):
-                yield replica
-
-    def _begin(self, part: Part, state: ReplicaState) -> None:
-        self.begin(part, self.replicas[state.name])
 
     def begin(self, part: Part, replica: Replica, *, is_alone: bool = False) -> None:
         """Send a part (a request or one of its sequences) to a replica, which starts it. `is_alone`
         is True if the part must run there alone, because it may kill the replica."""
-        self._last_stream += 1
-        stream, request, state = self._last_stream, part.request, replica.state
+        stream, request, state = self.streams.new_number(), part.request, replica.state
         try:
             order = part.order(stream, is_alone=is_alone)
         except Exception as error:  # concerns only this request
             log.exception("request %s cannot be sent", request.entry.request_id)
             self.fail(request, ComputationFailed(f"the request cannot be sent: {error!r}"))
             return
-        replica.parts[stream] = part
-        self._running[part] = replica, stream
+        self.streams.add(part, replica, stream)
         replica.link.send(order)
         uncached = self.router.uncached_tokens(state, request.block_keys, part.tokens)
         state.note_sent(replica.link.orders_queued, uncached)
         self.router.prefixes.expect(replica.name, request.block_hashes, time.monotonic())
-        self.trials.note_resumed(request)
+        self.queue.trials.note_resumed(request)
 
     def abort(self, request: FleetRequest) -> None:
         """Abort a request whose output is no longer read."""
@@ -279,63 +171,42 @@ class Fleet:
     def _drop(self, request: FleetRequest) -> None:
         """Abort all parts of a request, running or queued, and forget the request."""
         for part in request.parts:
-            self.dispatch.remove(part)
-            if part in self._running:
-                replica, stream = self._running.pop(part)
-                del replica.parts[stream]
-                replica.link.send(wire.Abort(stream))
-                self._after_part(replica)
+            self.queue.dispatch.remove(part)
+            if (replica := self.streams.abort(part)) is not None:
+                self.links.close_if_idle(replica.link)
         request.parts = []
         self._forget_request(request)
 
     def _forget_request(self, request: FleetRequest) -> None:
         if self.requests.pop(request.uid, None) is not None and request.on_end is not None:
             request.on_end(request.entry)
-        self.trials.forget(request)
-
-    def _end_part(self, replica: Replica, stream: int) -> Part | None:
-        part = replica.parts.pop(stream, None)
-        if part is not None:
-            self._running.pop(part, None)
-        return part
-
-    def _after_part(self, replica: Replica) -> None:
-        if replica.link.is_leaving:
-            self._close_if_idle(replica.link)
+        self.queue.trials.forget(request)
 
     # -- reports ----------------------------------------------------------------------------
 
-    def on_report(self, link: LinkEnd, report: wire.Report) -> None:
+    def on_report(self, replica: Replica, report: wire.Report) -> None:
         """Process a replica's report: its load, new output, failures, and streams that it did not
         start."""
-        replica = self.replicas.get(link.replica)
-        if replica is None or replica.link is not link:
-            return
-        self._apply_state(replica, report)
+        replica.note_report(report)
+        for update in report.index:
+            self.router.prefixes.apply(replica.name, update, replica.last_report)
         self._apply_outputs(replica, report)
         if any(failure.kind == _ENGINE_DEAD for failure in report.failures):
-            link.mark_lost("its engine has died")
+            replica.link.mark_lost("its engine has died")
             return
         for failure in report.failures:
             self._handle_failure(replica, failure)
         for stream in report.declined:
-            if (part := self._end_part(replica, stream)) is not None:
-                self.add(part)
-                self._after_part(replica)
-        self.trials.on_report(replica, report.is_vacant)
-        self.advance()
-
-    def _apply_state(self, replica: Replica, report: wire.Report) -> None:
-        replica.last_report = time.monotonic()
-        if report.load is not None:
-            replica.state.update_load(report.load, report.orders_processed)
-            replica.figures = report.load.figures or replica.figures
-        for update in report.index:
-            self.router.prefixes.apply(replica.name, update, replica.last_report)
+            if (part := self.streams.end(replica, stream)) is not None:
+                self.queue.add(part)
+                self.links.close_if_idle(replica.link)
+        self.queue.trials.on_report(replica, report.is_vacant)
+        self.queue.advance()
 
     def _apply_outputs(self, replica: Replica, report: wire.Report) -> None:
         for progress in report.progress:
-            self._handle_progress(replica, progress)
+            if (part := replica.parts.get(progress.stream)) is not None:
+                part.request.note_progress(progress)
         for delta in report.deltas:
             if (part := replica.parts.get(delta.stream)) is not None:
                 part.request.apply_delta(delta, part)
@@ -343,19 +214,8 @@ class Fleet:
             if progress.is_finished:
                 self._handle_finished(replica, progress)
 
-    def _handle_progress(self, replica: Replica, progress: wire.Progress) -> None:
-        part = replica.parts.get(progress.stream)
-        if part is None:
-            return
-        request = part.request
-        if progress.prompt_token_ids is not None and not request.entry.accepted.is_set():
-            request.note_accepted(progress.prompt_token_ids)
-        if progress.prompt_logprobs is not None and not request.entry.has_prompt_logprobs:
-            logprobs = wire.unpack_logprobs(progress.prompt_logprobs)
-            request.entry.set_prompt_logprobs(logprobs or [None])
-
     def _handle_finished(self, replica: Replica, progress: wire.Progress) -> None:
-        part = self._end_part(replica, progress.stream)
+        part = self.streams.end(replica, progress.stream)
         if part is None:
             return
         request = part.request
@@ -370,28 +230,20 @@ class Fleet:
         if not request.parts:
             request.entry.end()
             self._forget_request(request)
-        self._after_part(replica)
+        self.links.close_if_idle(replica.link)
 
     def _handle_failure(self, replica: Replica, failure: wire.Failure) -> None:
-        part = self._end_part(replica, failure.stream)
+        part = self.streams.end(replica, failure.stream)
         if part is None:
             return
         request = part.request
         if failure.kind == _ENGINE_CLOSED:  # the link will be lost, too
             self._move(part, replica)
-        elif failure.kind in _REFUSALS and self._can_retry_elsewhere(part, replica):
-            self.add(part)
-        else:
+        elif failure.kind not in _REFUSALS or not self.queue.add_refused(part, replica):
             request.parts.remove(part)
             self.counts.lost += request.tokens_sent > 0
             self.fail(request, error_from_failure(failure))
-        self._after_part(replica)
-
-    def _can_retry_elsewhere(self, part: Part, replica: Replica) -> bool:
-        if part.is_moved:  # it was accepted before, so it waits for room
-            return True
-        part.refused_by.add(replica.name)
-        return any(other.name not in part.refused_by for other in self.usable_replicas())
+        self.links.close_if_idle(replica.link)
 
     # -- timer ------------------------------------------------------------------------------
 
@@ -399,17 +251,16 @@ class Fleet:
         while True:
             await asyncio.sleep(_TICK_SECONDS)
             try:
-                self.update_members()
+                self.links.update_members()
                 now = time.monotonic()
-                self.trials.tick(now)
-                self.dispatch.refresh_timeouts([r.state for r in self.replicas.values()], now)
+                self.queue.tick(now)
                 self._fail_expired(now)
-                self.advance()
+                self.queue.advance()
             except Exception:  # a bug here must not stop the supervision of the replicas
                 log.exception("the fleet's periodic work has failed once")
 
     def _fail_expired(self, now: float) -> None:
-        for part in (*self.dispatch.pop_expired(now), *self.trials.expired(now)):
+        for part in self.queue.pop_expired(now):
             if part.fingerprint and self.replicas:
                 error: NanoactorError = ComputationFailed(
                     "the replica that was answering has died, and no replica with the same model, "
@@ -420,34 +271,6 @@ class Fleet:
                 error = EngineDead(f"no replica has been available for {NO_REPLICA_TIMEOUT:g} s")
             self.counts.lost += part.request.tokens_sent > 0
             self.fail(part.request, error)
-
-    # -- statistics -------------------------------------------------------------------------
-
-    @property
-    def capacity(self) -> int:
-        """Maximum number of requests that may wait on the connected replicas, summed over the
-        replicas."""
-        return sum(r.state.hello.max_waiting_requests for r in self.replicas.values())
-
-    @property
-    def unconnected(self) -> frozenset[str]:
-        """Names of the serving replicas to which this ingress is not connected."""
-        return self._connector.members - self.replicas.keys()
-
-    @property
-    def block_size(self) -> int:
-        """Number of tokens in a KV block; 0 while no replica is connected."""
-        return next((r.state.block_size for r in self.replicas.values()), 0)
-
-    @property
-    def prefixes(self) -> PrefixMap:
-        """Map of the prompt prefixes that each replica has cached."""
-        return self.router.prefixes
-
-    @property
-    def streams(self) -> int:
-        """Number of running streams of this ingress."""
-        return len(self._running)
 
 
 def error_from_failure(failure: wire.Failure) -> NanoactorError:

@@ -50,8 +50,8 @@ class Connector(Protocol):
 
 
 class Owner(Protocol):
-    """Receiver of the events of a link (the connection to a replica). In production, this is the
-    `Fleet`."""
+    """Receiver of the events of a link (the connection to a replica). In production, this is
+    `Links`."""
 
     def on_up(self, link: LinkEnd) -> None:
         """Handle the first report of a replica."""
@@ -66,7 +66,7 @@ class Owner(Protocol):
 
 class LinkEnd:
     """An ingress's end of its connection to one replica. It sends orders to the replica, and passes
-    the replica's reports to its owner, the `Fleet`."""
+    the replica's reports to its owner, `Links`."""
 
     def __init__(
         self, replica: str, connector: Connector, owner: Owner, silence: float, ingress: str

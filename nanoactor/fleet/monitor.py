@@ -119,7 +119,7 @@ class FleetMonitor:
                 bad.append(name)
             else:
                 serving += 1
-        missing = sorted(fleet.unconnected)
+        missing = sorted(fleet.links.unconnected)
         status = "ok" if serving else "recovering"
         culprit = ", ".join(missing + bad)
         pending = bool(fleet.requests)
@@ -161,7 +161,7 @@ class FleetMonitor:
         yield GaugeMetricFamily("nanoactor_up", "Whether a replica is serving.", value=up)
         text = "Replicas that are serving."
         yield GaugeMetricFamily("nanoactor_replicas", text, value=float(len(fleet.replicas)))
-        waiting = float(fleet.dispatch.waiting + fleet.trials.waiting)
+        waiting = float(fleet.queue.waiting)
         text = "Requests of this ingress that are waiting for a replica."
         yield GaugeMetricFamily("nanoactor_ingress_waiting", text, value=waiting)
         for name, text in _COUNTERS:
@@ -185,7 +185,7 @@ class FleetMonitor:
                 "streams": replica.state.streams,
                 "waiting": load.waiting,
                 "free_blocks": load.free_blocks,
-                "known_blocks": self._llm.fleet.prefixes.known_blocks(replica.name),
+                "known_blocks": self._llm.fleet.router.prefixes.known_blocks(replica.name),
                 "silent_seconds": now - replica.last_report,
                 "reserved": load.is_reserved,
             }[name]

@@ -22,6 +22,13 @@ class Replica:
         self.figures: dict[str, float] = {}
         self.last_report = time.monotonic()
 
+    def note_report(self, report: wire.Report) -> None:
+        """Record a report, and the load in it."""
+        self.last_report = time.monotonic()
+        if report.load is not None:
+            self.state.update_load(report.load, report.orders_processed)
+            self.figures = report.load.figures or self.figures
+
     @property
     def name(self) -> str:
         """Name of the replica."""

@@ -120,11 +120,16 @@ class FleetRequest:
                 began = metrics.arrival_time + progress.queue_seconds
                 metrics.first_scheduled_time = min(began, first)
 
-    def note_accepted(self, prompt: bytes) -> None:
-        """Record that a replica has accepted the request. `prompt` contains the token ids of the
-        prompt, int32, with expanded image placeholders."""
-        self.entry.prompt_token_ids = wire.bytes_to_ids(prompt)
-        self.entry.accepted.set()
+    def note_progress(self, progress: wire.Progress) -> None:
+        """Store what a replica reports at the start of a part: that it has accepted the request,
+        and the log-probabilities of the prompt. Does nothing if they are already known."""
+        if progress.prompt_token_ids is not None and not self.entry.accepted.is_set():
+            # With expanded image placeholders.
+            self.entry.prompt_token_ids = wire.bytes_to_ids(progress.prompt_token_ids)
+            self.entry.accepted.set()
+        if progress.prompt_logprobs is not None and not self.entry.has_prompt_logprobs:
+            logprobs = wire.unpack_logprobs(progress.prompt_logprobs)
+            self.entry.set_prompt_logprobs(logprobs or [None])
 
 
 class Part:

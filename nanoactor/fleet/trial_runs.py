@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Mapping
 from typing import Protocol
 
 from nanoactor.fleet import wire
@@ -20,15 +20,10 @@ from nanoactor.fleet.trials import Trials
 log = logging.getLogger("nanoactor.fleet")
 
 
-class TrialFleet(Protocol):
-    """Interface of `Fleet` that `TrialRuns` uses."""
+class Begin(Protocol):
+    """Function that starts a part on a replica."""
 
-    replicas: dict[str, Replica]
-
-    def usable_replicas(self) -> Iterator[Replica]:
-        """Yield the replicas that accept new requests."""
-
-    def begin(self, part: Part, replica: Replica, *, is_alone: bool = False) -> None:
+    def __call__(self, part: Part, replica: Replica, *, is_alone: bool = False) -> None:
         """Send a part (a request or one of its sequences) to a replica, which starts it. `is_alone`
         is True if the part must run there alone."""
 
@@ -37,8 +32,16 @@ class TrialRuns:
     """Runner of trials: reserves a replica for each request that may kill replicas, and runs the
     request there alone. `Trials` decides which requests are tried."""
 
-    def __init__(self, fleet: TrialFleet) -> None:
-        self._fleet = fleet
+    def __init__(
+        self,
+        replicas: Mapping[str, Replica],
+        usable_replicas: Callable[[], Iterable[Replica]],
+        begin: Begin,
+    ) -> None:
+        """Start without suspects. `replicas` are the connected replicas, and `usable_replicas`
+        returns those that accept new requests. `begin` starts a part on a replica."""
+        self._replicas, self._usable_replicas = replicas, usable_replicas
+        self._begin_part = begin
         self._trials = Trials()
         self._requests: dict[int, FleetRequest] = {}
         """Requests that may kill replicas (suspects), by uid."""
@@ -128,7 +131,7 @@ class TrialRuns:
             return
         if self._trials.next_suspect is None:
             return
-        usable = list(self._fleet.usable_replicas())
+        usable = list(self._usable_replicas())
         for suspect in self._trials.suspects:
             parts = [part for part in self._waiting if part.request.uid == suspect]
             free = [one for one in usable if all(can_run(part, one.state) for part in parts)]
@@ -159,7 +162,7 @@ class TrialRuns:
         self._trials.begin(suspect, request.tokens_sent, now)
         for part in [part for part in self._waiting if part.request is request]:
             del self._waiting[part]
-            self._fleet.begin(part, replica, is_alone=True)
+            self._begin_part(part, replica, is_alone=True)
 
     def tick(self, now: float) -> None:
         """Ask for a pending reservation again, because another ingress may have had the replica
@@ -171,7 +174,7 @@ class TrialRuns:
                 replica.link.send(wire.Reserve(is_wanted=True))
             else:
                 self._release()
-        states = [one.state for one in self._fleet.replicas.values()]
+        states = [one.state for one in self._replicas.values()]
         for part in self._waiting:
             if any(can_run(part, state) for state in states):
                 part.waiting_since = now

@@ -29,7 +29,7 @@ NOT_FOR_USERS = {
     "nanoactor/runner/steps/graphs.py": "steps that are captured; others run as well",
     "nanoactor/runner/config.py": "how many ranks an error message suggests",
     "nanoactor/fleet/client.py": "attempts to tokenize a text",
-    "nanoactor/fleet/fleet.py": "the delay before a reconnection",
+    "nanoactor/fleet/links.py": "the delay before a reconnection",
     "nanoactor/fleet/monitor.py": "samples that the web page shows",
     "nanoactor/fleet/routing.py": "ratios in the cost of a replica",
     "nanoactor/options/config.py": "short steps in flight, by default",

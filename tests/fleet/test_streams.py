@@ -152,10 +152,10 @@ async def test_an_abort_reaches_the_replica_also_while_its_stream_moves():
         await anext(stream)
         for name in sorted(local.members):  # nobody is left who could take it
             await local.kill(name)
-        await until(lambda: llm.fleet.dispatch.waiting)
+        await until(lambda: llm.fleet.queue.dispatch.waiting)
         await stream.aclose()
         assert llm.live == 0
-        assert llm.fleet.dispatch.waiting == 0
+        assert llm.fleet.queue.dispatch.waiting == 0
         for engine in engines:
             local.add(engine)
 
@@ -172,7 +172,7 @@ async def test_streams_go_on_only_where_the_fingerprint_is_equal():
         # What begins now runs there; what was told does not go on there.
         await read(llm, TEXT, dataclasses.replace(params, max_tokens=3))
         assert not stream.done()
-        assert llm.fleet.dispatch.waiting == 1
+        assert llm.fleet.queue.dispatch.waiting == 1
         third = await local.replace(other)
         await until(lambda: third in llm.fleet.replicas)
         compare(await stream, wanted)
@@ -205,10 +205,10 @@ async def test_a_moved_stream_waits_for_a_free_place_and_goes_first():
         first = [asyncio.ensure_future(run("moves", long)) for _ in range(4)]
         await until(lambda: sum(page.tokens_sent > 5 for page in llm.fleet.requests.values()) == 4)
         engine = await local.kill(min(local.members))
-        await until(lambda: llm.fleet.dispatch.waiting == 2)
+        await until(lambda: llm.fleet.queue.dispatch.waiting == 2)
         late = [asyncio.ensure_future(run("new", params)) for _ in range(2)]
         await asyncio.sleep(0.3)
-        assert llm.fleet.dispatch.waiting == 4  # the new ones wait behind them
+        assert llm.fleet.queue.dispatch.waiting == 4  # the new ones wait behind them
         local.add(engine)
         await asyncio.gather(*first, *late)
         assert sorted(ends[:2]) == ["moves", "moves"]
@@ -263,7 +263,7 @@ async def test_a_request_that_kills_each_replica_costs_nobody_else_anything():
         assert not llm.fleet.counts.lost
         # Nothing stays reserved, and nobody is suspected.
         await until(lambda: not any(r.hub.reserved_by for r in local.replicas.values()))
-        assert not llm.fleet.trials.waiting
+        assert not llm.fleet.queue.trials.waiting
 
 
 async def suspected(llm, local):
@@ -271,8 +271,8 @@ async def suspected(llm, local):
     await local.replace(await where(llm))
     await until(lambda: llm.fleet.counts.moved)
     (part,) = next(iter(llm.fleet.requests.values())).parts
-    await until(lambda: part in llm.fleet._running)
-    return llm.fleet._running[part][0].name
+    await until(lambda: part in llm.fleet.streams._running)
+    return llm.fleet.streams._running[part][0].name
 
 
 @on_a_loop
@@ -282,9 +282,9 @@ async def test_a_suspect_goes_on_only_where_the_fingerprint_is_equal():
         (wanted,) = await undisturbed(engines[0], [(TEXT, params)])
         stream = asyncio.ensure_future(read(llm, TEXT, params))
         other = await local.replace(await suspected(llm, local), "another model")
-        await until(lambda: llm.fleet.trials.waiting and other in llm.fleet.replicas)
+        await until(lambda: llm.fleet.queue.trials.waiting and other in llm.fleet.replicas)
         await read(llm, TEXT, dataclasses.replace(params, max_tokens=3))  # that may run there
-        assert llm.fleet.trials.waiting == 1
+        assert llm.fleet.queue.trials.waiting == 1
         assert local.replicas[other].hub.reserved_by is None
         await local.replace(other)
         compare(await stream, wanted)
@@ -299,7 +299,7 @@ async def test_a_suspect_for_which_no_replica_comes_ends_with_an_error(monkeypat
         engine = await local.kill(await suspected(llm, local))
         with pytest.raises(EngineDead):
             await stream
-        assert llm.live == llm.fleet.trials.waiting == 0
+        assert llm.live == llm.fleet.queue.trials.waiting == 0
         local.add(engine)
 
 
@@ -310,8 +310,8 @@ async def test_a_trial_that_its_replica_leaves_convicts_nobody():
         (wanted,) = await undisturbed(engines[0], [(TEXT, params)])
         stream = asyncio.ensure_future(read(llm, TEXT, params))
         await local.replace(await suspected(llm, local))
-        await until(lambda: llm.fleet.trials._trials.on_trial is not None)
-        tried = llm.fleet.trials._replica.name
+        await until(lambda: llm.fleet.queue.trials._trials.on_trial is not None)
+        tried = llm.fleet.queue.trials._replica.name
         local.leave(tried)
         local.add(local.replicas[tried].llm)
         compare(await stream, wanted)
@@ -344,8 +344,8 @@ async def test_a_suspect_that_kills_nothing_goes_on():
         await local.replace(await where(llm))
         await until(lambda: llm.fleet.counts.moved == 1)
         (part,) = next(iter(llm.fleet.requests.values())).parts
-        await until(lambda: part in llm.fleet._running)
-        await local.replace(llm.fleet._running[part][0].name)  # from outside, and at once
+        await until(lambda: part in llm.fleet.streams._running)
+        await local.replace(llm.fleet.streams._running[part][0].name)  # from outside, and at once
         compare(await stream, wanted)
         assert llm.fleet.counts.poisoned == 0
 
@@ -394,7 +394,7 @@ async def test_where_all_are_full_is_told_and_one_that_is_full_is_left_alone():
         streams = []
         for _ in range(4):  # the second of each replica waits there
             streams.append(asyncio.ensure_future(read(llm, TEXT, params)))
-            await until(lambda: llm.live == len(streams) == len(llm.fleet._running))
+            await until(lambda: llm.live == len(streams) == len(llm.fleet.streams._running))
             if len(streams) == 2:  # those that run do not wait any more, also for their replicas
                 await until(lambda: all(page.tokens_sent for page in llm.fleet.requests.values()))
         assert all(r.state.is_full for r in llm.fleet.replicas.values())
@@ -432,8 +432,8 @@ async def test_two_ingresses_share_replicas_and_what_one_reserves():
             await until(lambda: len(two.fleet.replicas) == 2)
             stream = asyncio.ensure_future(read(one, TEXT, params))
             await local.replace(await suspected(one, local))
-            await until(lambda: one.fleet.trials._trials.on_trial is not None)
-            tried = one.fleet.trials._replica.name
+            await until(lambda: one.fleet.queue.trials._trials.on_trial is not None)
+            tried = one.fleet.queue.trials._replica.name
             # What the other one sends meanwhile is answered, and not alongside the suspect.
             found = asyncio.ensure_future(undisturbed(two, asked))
             await until(lambda: two.fleet.streams)
