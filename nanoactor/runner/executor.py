@@ -94,7 +94,7 @@ class DeviceExecutor:
             can_measure = is_single_rank and not engine.threads and not device.traits.asynchronous
             self._threads = ThreadChoice(self._model.threads) if can_measure else None
             constrains = has_grammars(config.files)
-            self.num_blocks = self._model.size_cache(*self._warm_up(constrains))
+            self.num_blocks = self._model.cache_sizing.num_blocks(*self._warm_up(constrains))
             self.encoder_pages = self._model.encoder.pages if self._model.encoder else 0
             self._make_state(self.num_blocks, constrains)
             if self._captures:
@@ -216,7 +216,7 @@ class DeviceExecutor:
         self._run_once(prefill)  # compiles
         # Memory needed in addition to the cache: buffers, and the libraries' own allocations.
         dummies = device.dummy_blocks(config.max_num_seqs, self.block_size)
-        cache = (blocks + dummies) * self._model.block_bytes()
+        cache = (blocks + dummies) * self._model.cache_sizing.block_bytes
         overhead = max(0, free - device.memory().free - cache)
         prefill_seconds, peak = self._measure(lambda: self._run_once(prefill))
         decode_seconds, decode_peak = self._measure(lambda: self._decode_once(decode_rows))

@@ -1,4 +1,4 @@
-"""A model loaded on a device, and the sizing of the KV cache for the remaining memory."""
+"""A model loaded on a device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from nanoactor.models.batch import RowBuffers, SamplingBatch
 from nanoactor.models.collective import Group, RankGroup, SingleRank
 from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices.protocols import Device, WholeStep, WholeSteps
-from nanoactor.models.errors import NotEnoughMemory, RanksDisagree
+from nanoactor.models.errors import RanksDisagree
 from nanoactor.models.families.registry import family_of
 from nanoactor.models.layers.state import LayerState, paged_caches
 from nanoactor.models.model_config import ModelConfig
@@ -22,15 +22,14 @@ from nanoactor.models.sampling.sharded import ShardedSampler, gather_logits
 from nanoactor.models.vision.tower import VisionTower
 from nanoactor.models.weights.checkpoint import RandomWeights, Weights, format_of
 from nanoactor.runner.batch.batch import FALLBACK_AT_ONCE, BatchTraits
-from nanoactor.runner.config import RankConfig, check_cache, check_weights
+from nanoactor.runner.config import RankConfig, check_weights
+from nanoactor.runner.model.cache_sizing import CacheSizing
 from nanoactor.runner.model.encoder import Encoder
-from nanoactor.runner.model.layer_states import block_bytes, slot_bytes
+from nanoactor.runner.model.layer_states import slot_bytes
 from nanoactor.runner.timing.threads import usable_cores
 from nanoactor.setup.actors import encoder_pages
 
 log = logging.getLogger("nanoactor.runner")
-
-_MIB = 1 << 20
 
 
 class LoadedModel:
@@ -69,6 +68,14 @@ class LoadedModel:
             self.encoder = self._load_encoder(weights)
             if config.rank == 0:
                 weights.warn_about_unused(self._ignorable_weights())
+        self.cache_sizing = CacheSizing(
+            config,
+            device.traits,
+            self.group,
+            self.network.states,
+            block_size=self.block_size,
+            free_bytes=self.free_bytes,
+        )
         self._whole: WholeSteps | None = None
         self._sample = device.sample if self.group.size == 1 else self._sharded_sampler()
         device.synchronize()
@@ -214,8 +221,6 @@ class LoadedModel:
         )
         return fallback
 
-    # -- memory ---------------------------------------------------------------------------
-
     def _check_weights(self, weights: Weights) -> None:
         """Raise `NotEnoughMemory` if the weights cannot fit, before minutes are spent on loading
         them."""
@@ -230,73 +235,6 @@ class LoadedModel:
             self.group.size,
             shared=self.device.traits.shared_memory,
             what=f"{self.dtype_name} or packed" if config.quantization else self.dtype_name,
-        )
-
-    def block_bytes(self) -> int:
-        """Return the size of a block in bytes: the per-token states of all layers, and the token
-        ids."""
-        return block_bytes(self.network.states, self.block_size)
-
-    def slots_bytes(self) -> int:
-        """Return the size in bytes of the state that layers keep, outside of blocks, for all
-        sequences of a full batch and the dummy sequence of padding rows."""
-        return slot_bytes(self.network.states) * (self._config.engine.max_num_seqs + 1)
-
-    def size_cache(self, used: int, peak: int) -> int:
-        """Return the number of KV cache blocks: `num_kv_blocks` if set, otherwise as many as fit
-        and can be used.
-
-        `used` is the size of the weights, and `peak` is the memory that steps need in addition,
-        both in bytes. Raises `NotEnoughMemory`, with the arithmetic, if the blocks do not fit or
-        are too few for one sequence.
-        """
-        config, files = self._config.engine, self._config.files
-        needed = -(-files.max_model_len // self.block_size)
-        slots_bytes = self.slots_bytes()
-        if config.num_kv_blocks is not None:
-            blocks, arithmetic = config.num_kv_blocks, "num_kv_blocks"
-            self._check_fits(blocks, used, peak)
-        else:
-            share = config.memory_utilization or self.device.traits.default_memory_utilization
-            if self.device.traits.shared_memory:  # free and used bytes are totals of all ranks
-                share, used = share / self.group.size, used // self.group.size
-            free = int(self.free_bytes * share) - used - peak - slots_bytes
-            blocks = min(free // self.block_bytes(), config.max_num_seqs * needed)
-            arithmetic = (
-                f"{share:.0%} of {self.free_bytes // _MIB} MiB free - {used // _MIB} MiB of "
-                f"weights - {peak // _MIB} MiB for a step{self._slots_term()} = {free // _MIB} MiB "
-                f"in blocks of {self.block_bytes() / _MIB:.2f} MiB"
-            )
-        check_cache(blocks, files, self.block_size, arithmetic)
-        blocks = self.group.all_reduce_min(blocks)
-        log.info("KV cache: %d blocks of %d tokens", blocks, self.block_size)
-        return blocks
-
-    def _check_fits(self, blocks: int, used: int, peak: int) -> None:
-        """Raise `NotEnoughMemory` if `blocks` blocks would exceed the memory once all are in use.
-        `used` and `peak` are as in `size_cache`."""
-        share = self.group.size if self.device.traits.shared_memory else 1
-        free = self.free_bytes // share - used // share - peak - self.slots_bytes()
-        if blocks * self.block_bytes() > free:
-            raise NotEnoughMemory(
-                f"num_kv_blocks {blocks} is too large: {blocks} blocks of "
-                f"{self.block_bytes() / _MIB:.2f} MiB take "
-                f"{blocks * self.block_bytes() // _MIB} MiB, but {self.free_bytes // _MIB} MiB "
-                f"free - {used // _MIB} MiB of weights - {peak // _MIB} MiB for a "
-                f"step{self._slots_term()} leave {max(0, free) // _MIB} MiB, enough for only "
-                f"{max(0, free) // self.block_bytes()} blocks"
-            )
-
-    def _slots_term(self) -> str:
-        """Return the part of an error message that subtracts the memory of slot states (layer state
-        outside of blocks), or an empty string if no layer keeps any."""
-        bytes_per_slot = slot_bytes(self.network.states)
-        if not bytes_per_slot:
-            return ""
-        sequences = self._config.engine.max_num_seqs
-        return (
-            f" - {self.slots_bytes() // _MIB} MiB of states ({bytes_per_slot / _MIB:.2f} MiB for "
-            f"each of {sequences} sequences (max_num_seqs) and one more slot)"
         )
 
     def allocate(self, blocks: int, slots: int) -> list[LayerState]:
