@@ -117,6 +117,20 @@ class CudaEvent:
         self.event.synchronize()
 
 
+@dataclasses.dataclass(slots=True)
+class CapturedGraph:
+    """A captured step: the CUDA graph, and the tensor that receives its result."""
+
+    graph: torch.cuda.CUDAGraph
+    result: torch.Tensor
+
+    def replay(self, lengths: HostSeqLens) -> torch.Tensor:
+        """Launch the graph and return its result tensor. `lengths` is ignored, as the graph reads
+        lengths on the device."""
+        self.graph.replay()
+        return self.result
+
+
 class PortableCUDADevice(PortableOperators):
     """One GPU with PyTorch's operators. Used if Triton is not installed."""
 
@@ -132,6 +146,8 @@ class PortableCUDADevice(PortableOperators):
         self.torch_device = torch.device("cuda", index)
         self._base = 0
         self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+        """Memory pool of all captured graphs; None before the first capture."""
         self.traits = dataclasses.replace(
             PORTABLE_TRAITS,
             default_dtype=torch.bfloat16 if self._has_bfloat16() else torch.float16,
@@ -187,6 +203,20 @@ class PortableCUDADevice(PortableOperators):
         with torch.inference_mode(), torch.cuda.stream(self._stream):
             yield
 
+    def capture(
+        self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int
+    ) -> CapturedGraph:
+        """Capture `function` as one CUDA graph, whatever `in_flight` is. All graphs share one
+        memory pool. The executor calls this only if `traits.captures_graphs` is True, as it is
+        with our kernels."""
+        graph = torch.cuda.CUDAGraph()
+        # Other threads may keep calling CUDA: one of NCCL's polls events all the time.
+        mode = "thread_local"
+        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
+            result = function(lengths)
+        self._pool = graph.pool()
+        return CapturedGraph(graph, result)
+
     def timed_event(self) -> CudaEvent:
         """Return a new event that can measure time."""
         return CudaEvent()
@@ -194,20 +224,6 @@ class PortableCUDADevice(PortableOperators):
     def synchronize(self) -> None:
         """Wait until all streams of the device are idle."""
         torch.cuda.synchronize(self.torch_device)
-
-
-@dataclasses.dataclass(slots=True)
-class CapturedGraph:
-    """A captured step: the CUDA graph, and the tensor that receives its result."""
-
-    graph: torch.cuda.CUDAGraph
-    result: torch.Tensor
-
-    def replay(self, lengths: HostSeqLens) -> torch.Tensor:
-        """Launch the graph and return its result tensor. `lengths` is ignored, as the graph reads
-        lengths on the device."""
-        self.graph.replay()
-        return self.result
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -227,7 +243,6 @@ class CUDADevice(PortableCUDADevice):
         super().__init__(index)
         self.traits = with_kernels(self.traits)
         log.info("using nanoactor's Triton kernels on %s", torch.cuda.get_device_name(index))
-        self._pool: Any = None
         properties = torch.cuda.get_device_properties(index)
         capability = properties.major, properties.minor
         self.prefill_attention = PrefillAttention(capability, properties.multi_processor_count)
@@ -245,19 +260,6 @@ class CUDADevice(PortableCUDADevice):
                 "GPUs cannot be used: %s",
                 reason,
             )
-
-    def capture(
-        self, function: CapturedFunction, lengths: HostSeqLens, in_flight: int
-    ) -> CapturedGraph:
-        """Capture `function` as one CUDA graph, whatever `in_flight` is. All graphs share one
-        memory pool."""
-        graph = torch.cuda.CUDAGraph()
-        # Other threads may keep calling CUDA: one of NCCL's polls events all the time.
-        mode = "thread_local"
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
-            result = function(lengths)
-        self._pool = graph.pool()
-        return CapturedGraph(graph, result)
 
     def whole_steps(
         self, config: ModelConfig, weights: ModelWeights, sizes: Sequence[int], block_size: int
