@@ -56,16 +56,14 @@ HOT = [
     *matching("models/layers/*.py"),
     *(
         path
-        for name in ("executor", "batch/batch", "batch/staging", "steps/graphs")
+        for name in ("executor", "batch/batch", "batch/staging", "steps/graphs", "steps/launcher")
         for path in matching(f"nanoactor/runner/{name}.py")
     ),
 ]
 WAITS = {"item", "tolist", "cpu", "numpy", "synchronize", "nonzero"}
 # What runs on the waiting thread, at the start, or on the host's own memory.
-MAY_WAIT = {"__init__", "begin", "collect", "wait", "synchronize", "reset_peak_memory", "_warm_up"}
+MAY_WAIT = {"__init__", "begin", "collect", "wait", "synchronize", "reset_peak_memory"}
 MAY_WAIT |= {
-    "_run_once",
-    "_decode_once",
     "_capture_decode",
     "_capture_mixed",
     "_host_seq_lens",

@@ -252,7 +252,7 @@ def test_a_decode_step_of_a_model_that_sees_launches_what_one_of_text_does(
         submit(runs, prefill_step(2, 2, runs.block_size)).wait()
         kernels.clear()
         with Launches() as mode, torch.inference_mode():
-            runs._forward.decode(2, NO_SEQ_LENS)
+            runs._launcher.forward.decode(2, NO_SEQ_LENS)
         launched[family] = [*kernels, *mode.names]
     assert launched["Qwen3VL"] == launched["Qwen3"]
     assert "advance" in launched["Qwen3"]

@@ -10,6 +10,7 @@ from nanoactor import AsyncLLM, SamplingParams
 from nanoactor.errors import InvalidConfig
 from nanoactor.models.errors import NotEnoughMemory
 from nanoactor.runner.executor import DeviceExecutor
+from nanoactor.runner.steps.launcher import StepLauncher
 from tests.engine.harness import collect, engine, greedy, ids, settled
 from tests.models.checkpoints import make_checkpoint
 from tests.tracing.complete import complete_trace
@@ -25,14 +26,15 @@ def checkpoint(tmp_path_factory):
 def test_one_thread_loads_and_computes(checkpoint, monkeypatch):
     """OpenMP has a pool for each thread that computes: with two it would hardly spin."""
     threads = set()
-    for name in ("__init__", "launch", "collect"):
-        original = getattr(DeviceExecutor, name)
+    methods = (DeviceExecutor, "__init__"), (StepLauncher, "launch"), (StepLauncher, "collect")
+    for owner, name in methods:
+        original = getattr(owner, name)
 
         def noted(self, *arguments, original=original):
             threads.add(threading.current_thread().name)
             return original(self, *arguments)
 
-        monkeypatch.setattr(DeviceExecutor, name, noted)
+        monkeypatch.setattr(owner, name, noted)
 
     async def main():
         async with engine(checkpoint, placement="single") as llm:

@@ -98,7 +98,7 @@ def watch_replays(executor):
 
         return types.SimpleNamespace(replay=replay)
 
-    decode = executor._graphs._captured._decode
+    decode = executor._launcher.graphs._captured._decode
     for rows, captured in decode.items():
         decode[rows] = watched(rows, captured)
     return found

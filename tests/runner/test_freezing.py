@@ -86,7 +86,7 @@ def decoding(joining=(0, 1), steps=DEPTH):
 
 def clear(executor):
     executor.reset()
-    batch = executor._resident
+    batch = executor._launcher.resident
     sums, cache = batch.states
     with torch.inference_mode():
         for tensor in (*sums.arrays, batch.tokens.ids, cache.keys, cache.values):
@@ -111,10 +111,11 @@ def kept(executor, slot, positions):
     written behind them."""
     at = slot * BLOCKS_EACH * SIZE
     end = (slot + 1) * BLOCKS_EACH * SIZE
-    sums, cache = executor._resident.states
+    batch = executor._launcher.resident
+    sums, cache = batch.states
     parts = [array[slot] for array in sums.arrays]
     assert int(parts[1]) == positions
-    tensors = cache.keys.flatten(0, 1), cache.values.flatten(0, 1), executor._resident.tokens.ids
+    tensors = cache.keys.flatten(0, 1), cache.values.flatten(0, 1), batch.tokens.ids
     for part in tensors:
         assert not part[at + positions : end].any(), "an overrun was written"
         parts.append(part[at : at + positions])

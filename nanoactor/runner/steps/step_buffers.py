@@ -1,8 +1,9 @@
-"""The buffers of a step in flight: events, and pinned memory for its results."""
+"""The buffers of steps in flight: events, and pinned memory for the results."""
 
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 
 import torch
 
@@ -119,3 +120,34 @@ class StepBuffers:
             scores=self._score_message(),
             vectors=self._vector_message(),
         )
+
+
+class BufferPool:
+    """The buffers of all steps of an executor, which are reused from step to step, and the clock
+    that dates the steps."""
+
+    def __init__(self, device: Device, rows: int) -> None:
+        """Start the clock; the device must be idle. Each step's buffers will have room for `rows`
+        token ids."""
+        self._device, self._rows = device, rows
+        self._free: deque[StepBuffers] = deque()
+        self._last_collected: StepBuffers | None = None
+        """Buffers of the latest collected step; None before the first one. The clock measures from
+        the end of that step, so they are reused only after the next step is collected."""
+        self._clock = DeviceClock.started(device)
+
+    def take(self) -> StepBuffers:
+        """Return buffers that no step uses. New ones are allocated if there are none."""
+        if self._free:
+            return self._free.popleft()
+        return StepBuffers.allocate(self._device, self._rows)
+
+    def collect(self, buffers: StepBuffers) -> StepResult:
+        """Wait for a step and return its results. This also frees the buffers of the previous
+        step."""
+        has_inner_events = not self._device.traits.asynchronous
+        computed = buffers.collect(self._clock, has_inner_events=has_inner_events)
+        if self._last_collected is not None:
+            self._free.append(self._last_collected)
+        self._last_collected = buffers
+        return computed

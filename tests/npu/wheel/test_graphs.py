@@ -151,7 +151,7 @@ def test_nothing_is_compiled_while_sequences_grow(model, monkeypatch, tmp_path, 
         assert compiled >= 2, "one for each size"
         for number in range(100):
             submit(runs, following(number, joined)).wait()
-        assert runs._resident.tables.lengths[:2].tolist() == [131, 131]
+        assert runs._launcher.resident.tables.lengths[:2].tolist() == [131, 131]
         assert counters["stats"]["unique_graphs"] == compiled
 
 
@@ -312,7 +312,7 @@ def test_compiled_graphs_are_written_read_and_used_again(
         runs.clear()
         with without_cann():
             made = executor(model, "max-autotune", layout, cache, **changes)
-            assert made._graphs._captured.failed == 0
+            assert made._launcher.graphs._captured.failed == 0
             assert runs == [2, 1], "largest first"
             return counters["stats"]["unique_graphs"], sorted(cache.rglob("compiled_module"))
 
