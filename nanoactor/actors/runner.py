@@ -3,25 +3,19 @@ N."""
 
 from __future__ import annotations
 
-import queue
 import secrets
-import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import Future
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
-from nanoactor.media.units import EncodeUnits
+from nanoactor.actors.device_threads import DeviceThreads
+from nanoactor.actors.device_track import DeviceTrack
+from nanoactor.actors.side_inputs import SideInputs
 from nanoactor.messages.engine import Step, StepDone, StepWanted
-from nanoactor.messages.grammar import DropMasks, Masks, MasksReady
+from nanoactor.messages.grammar import DropMasks, Masks
 from nanoactor.messages.rows import DECODE, SAMPLE
-from nanoactor.messages.vision import DropPixels, ItemsReady, NoPixels, Pixels
-from nanoactor.runner.batch.masks import MaskStore
-from nanoactor.runner.batch.pixels import PixelStore
+from nanoactor.messages.vision import DropPixels, NoPixels, Pixels
 from nanoactor.runner.config import RankConfig
 from nanoactor.runner.timing.deadline import StepDeadline
 from nanoactor.runner.timing.pace import DeviceTime, StepRequests
@@ -29,23 +23,7 @@ from nanoactor.runtime.actor import Actor, Context, Handler, Progress, ReadyInfo
 from nanoactor.setup.actors import RunnerReady
 
 if TYPE_CHECKING:
-    from nanoactor.runner.protocol import Executor, LaunchedStep, StepResult
-
-DEVICE = "device"
-"""Name of the trace track that shows when the device is busy and with what."""
-
-_POLL_SECONDS = 0.1
-"""Interval, in seconds, at which a thread that waits for a device thread checks whether that thread
-has failed."""
-
-
-class DrainMarker:
-    """Marker that is queued behind all launched steps of a runner. Its events are set once these
-    steps are done."""
-
-    def __init__(self) -> None:
-        self.collected, self.done = threading.Event(), threading.Event()
-        self.error: BaseException | None = None
+    from nanoactor.runner.protocol import StepResult
 
 
 class RunnerActor(Actor):
@@ -56,16 +34,8 @@ class RunnerActor(Actor):
         self._config = config
         # True if this rank requests each step from the scheduler.
         self._requests_steps = config.rank == 0 and config.engine.plan_lead == "late"
-        self._prepared: queue.SimpleQueue[tuple[int, Any] | DrainMarker | None] = (
-            queue.SimpleQueue()
-        )
-        self._launched: queue.SimpleQueue[tuple[int, LaunchedStep] | DrainMarker | None] = (
-            queue.SimpleQueue()
-        )
-        self._threads: list[threading.Thread] = []
-        self._stopping = self._discards = False
-        self._thread_error: BaseException | None = None
-        """The error that ended one of the device threads; None while all are running."""
+        on_begun = self._on_begun if self._requests_steps else None
+        self._threads = DeviceThreads(on_begun, self._on_done)
         self._deadline = StepDeadline()
         self._cache = secrets.randbits(62)
         self._ahead = 0
@@ -75,26 +45,17 @@ class RunnerActor(Actor):
 
     def _reset_steps(self) -> None:
         """Drop the state of all steps, pixels and masks."""
-        self._first_token_steps: set[int] = set()
-        """Numbers of the steps that sample right after prompt tokens, possibly a sequence's first
-        token."""
         self._queued_tokens: deque[int] = deque()
         """Number of tokens of each step that is queued or running. For a step that encodes
         pictures, the encoder's token budget is added."""
         self._received = self._completed = 0
         self._requests.reset()
-        self._pixels = PixelStore()
-        self._ready: list[int] = []
-        """Numbers of pixels that have arrived but were not reported to the scheduler yet."""
-        self._masks = MaskStore()
-        self._masks_ready: tuple[list[int], list[int]] = [], []
-        """Uids and positions of masks that have arrived but were not reported to the scheduler
-        yet."""
+        self._side_inputs = SideInputs(self._config, lambda: self.context.outbox("scheduler"))
 
     def setup(self) -> RunnerReady:
         """Load the model. Return the properties of the runner that all actors need, such as the
         size of the KV cache."""
-        self._executor = self._open_on_thread()
+        self._executor = self._threads.open(self._config)
         for tokens, seconds in self._executor.warmed_up:
             self._deadline.note(tokens, seconds)
         return self._ready_info()
@@ -114,76 +75,27 @@ class RunnerActor(Actor):
         """Wait until the device is idle and the executor has dropped the state of all sequences.
         The model and the memory of the KV cache are kept. Return the same information as
         `setup`."""
-        self._discards = True
-        marker = DrainMarker()
-        self._prepared.put(marker)
-        self._wait_for(marker.done)
-        if marker.error is not None:
-            raise marker.error
-        self._discards = False
+        self._threads.reset()
         self._reset_steps()
         return self._ready_info()
-
-    def _wait_for(self, event: threading.Event) -> None:
-        """Wait for an event that a device thread sets. Raises the error if a device thread has
-        failed."""
-        while not event.wait(_POLL_SECONDS):
-            if self._thread_error is not None:
-                raise self._thread_error
-
-    def _open_on_thread(self) -> Executor:
-        """Start the device thread, which loads the model and launches steps; return the executor.
-
-        Loading runs on the same thread as the steps, because OpenMP keeps a thread pool for each
-        thread that computes. A second pool would mean more threads than cores, and OpenMP would no
-        longer spin between operators. On two cores, a normalization of 64 rows would then take 300
-        us instead of 40 us.
-        """
-        from nanoactor.runner.open import open_executor
-
-        opened: Future[Executor] = Future()
-
-        def work() -> None:
-            try:
-                executor = open_executor(self._config)
-            except BaseException as error:
-                opened.set_exception(error)
-                return
-            opened.set_result(executor)
-            self._launch(executor)
-
-        self._start_thread("device", work)
-        executor = opened.result()
-        if executor.asynchronous:
-            self._start_thread("results", self._collect)
-        return executor
-
-    def _start_thread(self, name: str, work: Callable[[], None]) -> None:
-        thread = threading.Thread(target=work, name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """Create the trace tracks. From now on, steps may arrive."""
         super().start(context, ready)
-        self._open_tracks()
-
-    def _open_tracks(self) -> None:
-        self._device_track = self.context.new_track(DEVICE)
-        names = ("encode", "forward", "sample", "copy")
-        self._span_kinds = [self._device_track.kind(name, "step") for name in names]
-        self._report_kind = self.context.track.kind("report", "step")
+        self._threads.context = context
+        self._device_track = DeviceTrack(context)
+        self._report_kind = context.track.kind("report", "step")
 
     def handlers(self) -> Mapping[type, Handler]:
         """Return the handlers of steps, which arrive in order, and of pixels and masks, which
         arrive independently of steps."""
         return {
             Step: self._on_step,
-            Pixels: self._on_pixels,
-            NoPixels: self._on_no_pixels,
+            Pixels: self._side_inputs.add_pixels,
+            NoPixels: self._side_inputs.note_absent,
             DropPixels: self._on_drop,
-            Masks: self._on_masks,
-            DropMasks: self._masks.drop,
+            Masks: self._side_inputs.add_masks,
+            DropMasks: self._side_inputs.drop_masks,
         }
 
     def span_names(self) -> Mapping[type, str]:
@@ -195,136 +107,32 @@ class RunnerActor(Actor):
         """Prepare a step, possibly while the previous one is still running, and launch it or queue
         it for the device thread."""
         self._ahead += bool(self._queued_tokens)
-        pixels, masks = self._pixels.consume(step, self._units_of), self._masks.pop_masks(step)
-        prepared = self._executor.prepare(step, pixels, masks)
+        prepared = self._executor.prepare(step, *self._side_inputs.take(step))
         self._received = step.step
         self._requests.note_prepared(step.step, self.context.now())
         encodes = step.vision is not None and len(step.vision.slices.counts)
         budget = self._config.engine.max_num_batched_tokens if encodes else 0
         self._queued_tokens.append(prepared.rows + budget)
         rows = step.rows
-        yields_first_token = ((rows.wants & (SAMPLE | DECODE)) == SAMPLE) & (rows.counts > 0)
-        if self._config.rank == 0 and yields_first_token.any():
-            self._first_token_steps.add(step.step)
+        # Rows that sample right after prompt tokens, possibly a sequence's first token.
+        first_tokens = ((rows.wants & (SAMPLE | DECODE)) == SAMPLE) & (rows.counts > 0)
+        yields_first_token = self._config.rank == 0 and bool(first_tokens.any())
         self.context.allow_sleep()  # from here on, other threads need the GIL
         if len(self._queued_tokens) == 1 and self._executor.allows_any_thread:
             # All earlier steps are done, so the device is idle and the device thread sleeps. Waking
             # the thread would only add a delay.
-            self._launch_step(self._executor, step.step, prepared)
+            self._threads.launch(step.step, prepared, yields_first_token)
         else:
-            self._prepared.put((step.step, prepared))
-
-    def _units_of(self, pixels: NDArray[np.uint8]) -> int:
-        """Return the number of units (parts encoded at once) of an image or video with these
-        pixels."""
-        files, budget = self._config.files, self._config.engine.max_num_batched_tokens
-        assert files.images is not None
-        assert files.config.vision is not None
-        vision = files.config.vision
-        return EncodeUnits.of_pixels(pixels.shape, files.images, vision, budget).count
-
-    def _on_pixels(self, event: Pixels) -> None:
-        if self._pixels.add(event):
-            self._ready.append(event.pixels)
-            self._report_ready()
-
-    def _on_no_pixels(self, event: NoPixels) -> None:
-        for number in event.pixels.tolist():
-            self._pixels.note_absent(number)
-
-    def _on_masks(self, event: Masks) -> None:
-        uids, positions = self._masks.add(event)
-        self._masks_ready[0].extend(uids)
-        self._masks_ready[1].extend(positions)
-        self._report_ready()
+            self._threads.put(step.step, prepared, yields_first_token)
 
     def _on_drop(self, event: DropPixels) -> None:
         numbers = event.pixels.tolist()
-        for number in numbers:
-            self._pixels.drop(number)
+        self._side_inputs.drop_pixels(numbers)
         self._executor.drop_pixels(numbers)
-
-    def _report_ready(self) -> None:
-        outbox, rank = self.context.outbox("scheduler"), self._config.rank
-        if self._ready and outbox.ready:
-            outbox.send(ItemsReady(rank, np.array(self._ready, np.int64)))
-            self._ready.clear()
-        uids, positions = self._masks_ready
-        if uids and outbox.ready:
-            ready = np.array(uids, np.int64), np.array(positions, np.int32)
-            outbox.send(MasksReady(rank, *ready))
-            self._masks_ready = [], []
 
     def on_ready(self, outbox: Any) -> None:
         """Report pixels and masks that waited because the outbox to the scheduler had no room."""
-        self._report_ready()
-
-    def _launch(self, executor: Executor) -> None:
-        """Run the device thread, which launches prepared steps on the device, or computes them
-        itself if the device is the CPU."""
-        while (prepared := self._prepared.get()) is not None and not self._stopping:
-            if isinstance(prepared, DrainMarker):
-                self._drain(executor, prepared)
-            elif not self._discards and not self._launch_step(executor, *prepared):
-                return
-
-    def _drain(self, executor: Executor, marker: DrainMarker) -> None:
-        """Wait for all launched steps, then reset the executor. Runs on the device thread."""
-        if executor.asynchronous:
-            self._launched.put(marker)
-        try:
-            if executor.asynchronous:
-                self._wait_for(marker.collected)
-            executor.reset()
-        except BaseException as error:
-            marker.error = error
-        marker.done.set()
-
-    def _launch_step(self, executor: Executor, step: int, inputs: Any) -> bool:
-        """Launch a step on the device. Return False, after reporting the error, if that fails."""
-        if not executor.asynchronous:
-            self._report_begin(step)
-        try:
-            launched = executor.launch(inputs)
-        except BaseException as error:
-            self._thread_error = error
-            self.context.call_soon(self.context.fail, error)
-            return False
-        if not executor.asynchronous:
-            return self._report_done(step, launched)
-        self._launched.put((step, launched))
-        return True
-
-    def _collect(self) -> None:
-        """Run the results thread of an asynchronous device, which waits for launched steps in
-        order."""
-        while (launched := self._launched.get()) is not None and not self._stopping:
-            if isinstance(launched, DrainMarker):
-                launched.collected.set()
-                continue
-            self._report_begin(launched[0])
-            if not self._report_done(*launched):
-                return
-
-    def _report_begin(self, step: int) -> None:
-        if self._requests_steps:
-            self.context.call_soon(self._on_begun, step)
-
-    def _report_done(self, step: int, launched: LaunchedStep) -> bool:
-        """Wait for a launched step and report its result. Return False, after reporting the error,
-        if the step has failed."""
-        try:
-            computed = launched.wait()
-        except BaseException as error:
-            self._thread_error = error
-            self.context.call_soon(self.context.fail, error)
-            return False
-        if not self._stopping:  # otherwise the event loop may be gone
-            self.context.call_soon(self._on_done, step, computed)
-            if step in self._first_token_steps:
-                self._first_token_steps.discard(step)
-                self.context.wake_others()
-        return True
+        self._side_inputs.report()
 
     def _on_begun(self, step: int) -> None:
         """React to the start of a step: request the next one shortly before this one is expected to
@@ -343,7 +151,7 @@ class RunnerActor(Actor):
         if self._config.rank == 0:  # the other ranks have sampled the same tokens
             self._send_done(step, computed, seconds)
         # Report the tokens before doing the bookkeeping.
-        self._trace_device(step, computed)
+        self._device_track.add(step, computed)
         tokens = self._queued_tokens.popleft()
         self._completed = step
         self._device_time.note(computed.begin, computed.end)
@@ -362,20 +170,6 @@ class RunnerActor(Actor):
             vectors=computed.vectors,
         )
         self.context.outbox("scheduler").send(done)
-
-    def _trace_device(self, step: int, computed: StepResult) -> None:
-        """Add trace spans for the parts of a step on the device, at the times that the device
-        reported."""
-        times = (
-            computed.begin,
-            computed.encoded or computed.begin,
-            computed.forwarded,
-            computed.sampled,
-            computed.end,
-        )
-        for kind, begin, end in zip(self._span_kinds, times, times[1:], strict=False):
-            if end > begin:
-                self._device_track.add(kind, step, begin, end)
 
     def may_stay_awake(self) -> bool:
         """Return False while a step is queued or running, because its threads need the GIL."""
@@ -397,11 +191,7 @@ class RunnerActor(Actor):
 
     def stop(self) -> None:
         """Stop the threads once the current step is done; wait at most 1 s for each."""
-        self._stopping = True
-        self._prepared.put(None)
-        self._launched.put(None)
-        for thread in self._threads:
-            thread.join(timeout=1.0)
+        self._threads.stop()
 
     def statistics(self) -> dict[str, Any]:
         """Return counters of steps, pixels and masks, and the device's busy and idle time in
@@ -423,9 +213,9 @@ class RunnerActor(Actor):
             "steps_too_large": self._executor.too_large,
             "ahead": self._ahead,
             "queued": len(self._queued_tokens),
-            "pixels": len(self._pixels),
-            "pixel_bytes": self._pixels.nbytes,
-            "masks": len(self._masks),
+            "pixels": len(self._side_inputs.pixels),
+            "pixel_bytes": self._side_inputs.pixels.nbytes,
+            "masks": len(self._side_inputs.masks),
             "busy_seconds": self._device_time.busy * 1e-9,
             "idle_seconds": self._device_time.idle * 1e-9,
             "step_at": self._device_time.free_at,

@@ -15,7 +15,7 @@ from typing import Any
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from nanoactor.actors.runner import DEVICE
+from nanoactor.actors.device_track import DEVICE
 from nanoactor.actors.scheduler import LOAD
 from nanoactor.api.engine import AsyncLLM
 from nanoactor.errors import EngineClosed, EngineDead

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from nanoactor.actors.runner import DEVICE
+from nanoactor.actors.device_track import DEVICE
 from nanoactor.actors.scheduler import LOAD
 from nanoactor.runtime.tracing import SPAN_DTYPE, IntervalSet, NodeTrace, TrackTrace
 

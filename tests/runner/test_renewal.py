@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from nanoactor.actors.device_threads import DeviceThreads
 from nanoactor.actors.runner import RunnerActor
 
 
@@ -22,45 +23,43 @@ def broken(asynchronous):
     def launch(inputs):
         raise RuntimeError("CUDA error")
 
-    actor = RunnerActor(SimpleNamespace(rank=0, engine=SimpleNamespace(plan_lead="eager")))
-    actor.context = Context()
-    executor = SimpleNamespace(
-        asynchronous=asynchronous, launch=launch, reset=lambda: None, uncaptured=0
+    threads = DeviceThreads(None, on_done=None)
+    threads.context = Context()
+    threads._executor = SimpleNamespace(
+        asynchronous=asynchronous, launch=launch, reset=lambda: None
     )
-    actor._executor = executor
-    return actor, executor
+    return threads
 
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_the_devices_thread_has_failed(asynchronous):
-    actor, executor = broken(asynchronous)
-    actor._report_begin = lambda step: None
-    assert not actor._launch_step(executor, 1, None)
+    threads = broken(asynchronous)
+    assert not threads.launch(1, None, yields_first_token=False)
     with pytest.raises(RuntimeError, match="CUDA error"):
-        actor.reset()
+        threads.reset()
 
 
 def test_the_thread_that_collects_has_failed():
     """The device's own thread waits for it then, and must not for ever."""
-    actor, executor = broken(asynchronous=True)
+    threads = broken(asynchronous=True)
 
     def wait():
         raise RuntimeError("CUDA error")
 
-    assert not actor._report_done(1, SimpleNamespace(wait=wait))
-    serving = threading.Thread(target=actor._launch, args=(executor,), daemon=True)
+    assert not threads._report_done(1, SimpleNamespace(wait=wait), False)
+    serving = threading.Thread(target=threads._run, daemon=True)
     serving.start()
     with pytest.raises(RuntimeError, match="CUDA error"):
-        actor.reset()
-    actor._prepared.put(None)
+        threads.reset()
+    threads.stop()
     serving.join(60)
     assert not serving.is_alive()
 
 
 def test_pixels_and_masks_from_before_are_forgotten():
-    actor, _ = broken(asynchronous=True)
-    actor._pixels.note_absent(7)
-    masks = actor._masks
+    actor = RunnerActor(SimpleNamespace(rank=0, engine=SimpleNamespace(plan_lead="eager")))
+    actor._side_inputs.pixels.note_absent(7)
+    masks = actor._side_inputs.masks
     actor._reset_steps()
-    assert len(actor._pixels) == 0
-    assert actor._masks is not masks
+    assert len(actor._side_inputs.pixels) == 0
+    assert actor._side_inputs.masks is not masks

@@ -18,7 +18,6 @@ from nanoactor.messages.scores import StepScores
 from nanoactor.models.limits import FROZEN, NO_TOKEN, NOTHING_ALLOWED
 from nanoactor.runner.config import RankConfig
 from nanoactor.runner.protocol import StepResult
-from nanoactor.runtime.actor import Actor, Context
 from nanoactor.setup.actors import ENCODER_PAGE_ROWS, RunnerReady
 from tests.simulation.grammar import mask_of
 from tests.simulation.reference import row_of, sample, score, vector_of
@@ -99,15 +98,10 @@ class SimulatedRunner(RunnerActor):
             cache=self._cache,
         )
 
-    def start(self, context: Context, ready: Any) -> None:
-        """No thread."""
-        Actor.start(self, context, ready)
-        self._open_tracks()
-
     def reset(self) -> RunnerReady:
         """What the device computes comes to nothing; what is in the cache stays there."""
-        while not self._prepared.empty():
-            self._prepared.get()
+        while not self._threads._prepared.empty():
+            self._threads._prepared.get()
         self._reset_steps()
         self._resident = self._empty()
         self._busy, self.done, self.dropped, self._half = False, 0, [], {}
@@ -155,10 +149,10 @@ class SimulatedRunner(RunnerActor):
         return min(DEPTH, -(-each // scenario.max_num_batched_tokens))
 
     def _pump(self) -> None:
-        if self._busy or self._prepared.empty():
+        if self._busy or self._threads._prepared.empty():
             return
         self._busy = True
-        prepared = self._prepared.get()
+        prepared = self._threads._prepared.get()
         assert prepared is not None
         inputs: Any = prepared[1]
         if self._requests_steps:

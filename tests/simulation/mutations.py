@@ -1657,8 +1657,8 @@ RARE = [
     Mutation(
         "a runner keeps masks and pixels from before a death",
         RUNNING,
-        "        self._pixels = PixelStore()\n",
-        "        self._pixels = getattr(self, '_pixels', None) or PixelStore()\n",
+        "        self._side_inputs = SideInputs(",
+        "        self._side_inputs = getattr(self, '_side_inputs', None) or SideInputs(",
     ),
     Mutation(
         "a preempted sequence comes back before its results are in",
