@@ -1,5 +1,5 @@
-"""A node: the actors that share one process and one event loop, and the ends of their edges
-(one-way channels)."""
+"""A node: the actors that share one process and one event loop, and their edges (one-way
+channels)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from nanoactor.runtime.outbox import LocalOutbox, Outbox, RemoteOutbox
 from nanoactor.runtime.recording import RecordedOutbox, Recorder
 from nanoactor.runtime.topology import ActorSpec, EdgeSpec
 from nanoactor.runtime.tracing import NodeTrace, Track
-from nanoactor.runtime.transport import Deliver, Receiver, ReceiverEnd, SenderEnd
+from nanoactor.runtime.transport import Deliver, Fatal, Receiver, ReceiverEnd, SenderEnd
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -61,8 +61,163 @@ class NodePlan:
         )
 
 
+class NodeEdges:
+    """The ends of edges (one-way channels) in one node: the mailboxes and outboxes of its actors,
+    and the opened transports behind them.
+
+    Each cut closes the object and creates another one, because all channels are new then.
+    """
+
+    def __init__(
+        self, plan: NodePlan, actors: Mapping[str, Actor], fatal: Callable[[str], Fatal]
+    ) -> None:
+        """`actors` are the node's actors, by name. `fatal` returns, for an actor's name, the
+        function that is called with an error of that actor."""
+        self._plan = plan
+        self._actors = actors
+        self._fatal = fatal
+        self._loop: asyncio.AbstractEventLoop
+        self.mailboxes: dict[str, Mailbox] = {}
+        self._outboxes: dict[str, dict[str, Outbox]] = {}
+        self._remote: list[tuple[str, RemoteOutbox]] = []
+        self._receivers: list[tuple[EdgeSpec, str, Receiver]] = []
+        self._recorders: dict[str, Recorder] = {}
+        self.alarm: Alarm | None = None
+        """Alarm that wakes other nodes ahead of work; None if the node takes no part in it."""
+        self._unopened = set(plan.descriptors)
+        """Inherited descriptors that no sender, receiver or alarm owns yet."""
+
+    def open(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        ready: Mapping[str, ReadyInfo],
+        may_stay: Callable[[], bool],
+        rehearse: Callable[[], Iterator[object]],
+    ) -> None:
+        """Give each actor a context with its outboxes, and open the writing ends. `ready` holds the
+        record of every actor in the system, by actor name. `may_stay` and `rehearse` are passed on
+        to the alarm."""
+        self._loop = loop
+        if self._plan.alarm is not None:
+            self.alarm = Alarm(self._plan.alarm, loop, may_stay, rehearse)
+            self._unopened -= set(self._plan.alarm.descriptors)
+        for spec in self._plan.actors:
+            self._open_mailbox(spec, ready)
+        for edge in self._plan.edges:
+            self._outboxes[edge.source][edge.label] = self._open_outbox(edge)
+
+    def _open_mailbox(self, spec: ActorSpec, ready: Mapping[str, ReadyInfo]) -> None:
+        actor, name, fatal = self._actors[spec.name], spec.name, self._fatal(spec.name)
+        actor.context = Context(name, self._loop, self._outboxes.setdefault(name, {}), fatal)
+        actor.context.alarm = self.alarm
+        handlers = actor.handlers()
+        if self._plan.record_dir is not None:
+            self._recorders[name] = Recorder(self._plan.record_dir, spec, ready)
+            handlers = self._recorders[name].handlers(handlers)
+        mailbox = Mailbox(actor.context, handlers, fatal, actor.span_names())
+        actor.context.send_self = mailbox.port(name).put
+        self.mailboxes[name] = mailbox
+
+    def _open_outbox(self, edge: EdgeSpec) -> Outbox:
+        recorder = self._recorders.get(edge.source)
+        outbox: Outbox
+        if edge in self._plan.senders:
+            outbox = self._open_remote_outbox(edge, recorder)
+        else:
+            puts = [self._local_put(edge, target) for target in edge.targets]
+            outbox = LocalOutbox(edge.label, puts)
+        return outbox if recorder is None else RecordedOutbox(outbox, recorder)
+
+    def _open_remote_outbox(self, edge: EdgeSpec, recorder: Recorder | None) -> RemoteOutbox:
+        actor, end = self._actors[edge.source], self._plan.senders[edge]
+        sender = end.open()
+        self._unopened -= set(end.descriptors)
+        outbox = RemoteOutbox(
+            edge.label,
+            sender,
+            self._loop,
+            bound=edge.bound,
+            on_ready=actor.on_ready if recorder is None else recorder.on_ready(actor.on_ready),
+            fatal=self._fatal(edge.source),
+            track=actor.context.track,
+            paced=edge.paced,
+        )
+        self._remote.append((edge.source, outbox))
+        return outbox
+
+    def receive(self) -> None:
+        """Open the reading ends, and deliver messages from other nodes from now on."""
+        inputs: dict[str, list[Receiver]] = {}
+        for source, outbox in self._remote:
+            outbox.set_inputs(inputs.setdefault(source, []))
+        for edge, target, end in self._plan.receivers:
+            receiver = end.open()
+            self._unopened -= set(end.descriptors)
+            self._receivers.append((edge, target, receiver))
+            inputs.setdefault(target, []).append(receiver)
+            deliver = self.mailboxes[target].port(edge.source).deliver
+            receiver.start(self._loop, self._delayed(deliver, edge, target), self._fatal(target))
+
+    def _local_put(self, edge: EdgeSpec, target: str) -> Callable[[Any], None]:
+        port = self.mailboxes[target].port(edge.source)
+        if not self._plan.debug_delay_ms:
+            return port.put
+        delayed = self._delayed(port.deliver, edge, target)
+
+        def put(message: Any) -> None:
+            delayed(message, None, time.monotonic_ns())
+
+        return put
+
+    def _delayed(self, deliver: Deliver, edge: EdgeSpec, target: str) -> Deliver:
+        delay = self._plan.debug_delay_ms
+        if not delay:
+            return deliver
+        seed = f"{edge.source}>{edge.label}>{target}"
+        return DelayedDelivery(deliver, self._loop, self._fatal(target), delay, seed)
+
+    def mark_broken(self, reason: str) -> None:
+        """Mark the channels to other nodes as broken. From then on, sending on these channels
+        raises `PeerBroken`."""
+        for _, outbox in self._remote:
+            outbox.mark_broken(reason)
+
+    def statistics(self, actor: str) -> dict[str, dict[str, Any]]:
+        """Return the statistics of one actor's mailbox, outboxes and incoming channels."""
+        outboxes = self._outboxes.get(actor, {})
+        return {
+            "mailbox": self.mailboxes[actor].statistics() if actor in self.mailboxes else {},
+            "outboxes": {label: box.statistics() for label, box in outboxes.items()},
+            "inboxes": {
+                f"{edge.source} -> {edge.label}": dataclasses.asdict(receiver.statistics)
+                for edge, target, receiver in self._receivers
+                if target == actor
+            },
+        }
+
+    def close(self) -> None:
+        """Close all channels, recordings and tracks, and the descriptors that were not opened. A
+        second call has no effect."""
+        for _, outbox in self._remote:
+            outbox.close()
+        for _, _, receiver in self._receivers:
+            receiver.close()
+        if self.alarm is not None:
+            self.alarm.close()
+        for recorder in self._recorders.values():
+            recorder.close()
+        for name in self._outboxes:
+            for track in self._actors[name].context.tracks:
+                track.close()
+        for descriptor in self._unopened:
+            os.close(descriptor)
+        self._unopened.clear()
+        self._remote, self._receivers, self.alarm = [], [], None
+        self.mailboxes, self._outboxes, self._recorders = {}, {}, {}
+
+
 class Node:
-    """The actors of one process, with their mailboxes and channels. The user's process and each
+    """The actors of one process, with their edges (one-way channels). The user's process and each
     child process have one node."""
 
     def __init__(self, plan: NodePlan, on_failure: Callable[[str, BaseException], None]) -> None:
@@ -72,15 +227,8 @@ class Node:
         self.actors: dict[str, Actor] = {}
         self._on_failure = on_failure
         self._failed = False
-        self._mailboxes: dict[str, Mailbox] = {}
-        self._outboxes: dict[str, dict[str, Outbox]] = {}
-        self._remote: list[tuple[str, RemoteOutbox]] = []
-        self._receivers: list[tuple[EdgeSpec, str, Receiver]] = []
-        self._recorders: dict[str, Recorder] = {}
-        self._alarm: Alarm | None = None
+        self._edges = NodeEdges(plan, self.actors, self._fatal)
         self._cpu_before = 0.0
-        self._unopened = set(plan.descriptors)
-        """Inherited descriptors that no sender, receiver or alarm owns yet."""
         self._ready: dict[str, ReadyInfo] = {}
         self._is_running = False
         """True once the actors were started. Before, they have no statistics and no spans."""
@@ -106,9 +254,9 @@ class Node:
         for actor in self.actors.values():
             if hasattr(actor, "context"):
                 actor.context.retire()
-        self._close_edges()
+        self._edges.close()
         self._failed = self._is_running = False
-        self.plan, self._unopened = plan, set(plan.descriptors)
+        self.plan, self._edges = plan, NodeEdges(plan, self.actors, self._fatal)
         for spec in plan.actors:
             on_actor(spec.name)
             ready = self.actors[spec.name].reset()
@@ -122,21 +270,12 @@ class Node:
     def start(self, loop: asyncio.AbstractEventLoop, ready: Mapping[str, ReadyInfo]) -> None:
         """Open the edges (channels), start the actors, then receive messages. `ready` holds the
         record of every actor in the system, by actor name."""
-        self._open_alarm(loop)
-        for spec in self.plan.actors:
-            self._open_mailbox(spec, loop, ready)
-        for edge in self.plan.edges:
-            self._outboxes[edge.source][edge.label] = self._open_outbox(edge, loop)
+        self._edges.open(loop, ready, self._may_stay_awake, self._rehearse)
         self._cpu_before = time.process_time()
         for actor in self.actors.values():
             actor.start(actor.context, ready)
         self._is_running = True
-        self._receive(loop)
-
-    def _open_alarm(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self.plan.alarm is not None:
-            self._alarm = Alarm(self.plan.alarm, loop, self._may_stay_awake, self._rehearse)
-            self._unopened -= set(self.plan.alarm.descriptors)
+        self._edges.receive()
 
     def _may_stay_awake(self) -> bool:
         return all(actor.may_stay_awake() for actor in self.actors.values())
@@ -156,84 +295,7 @@ class Node:
                 self._fatal(name)(error)
                 return
 
-    def _open_mailbox(
-        self, spec: ActorSpec, loop: asyncio.AbstractEventLoop, ready: Mapping[str, ReadyInfo]
-    ) -> None:
-        actor, name, fatal = self.actors[spec.name], spec.name, self._fatal(spec.name)
-        actor.context = Context(name, loop, self._outboxes.setdefault(name, {}), fatal)
-        actor.context.alarm = self._alarm
-        handlers = actor.handlers()
-        if self.plan.record_dir is not None:
-            self._recorders[name] = Recorder(self.plan.record_dir, spec, ready)
-            handlers = self._recorders[name].handlers(handlers)
-        mailbox = Mailbox(actor.context, handlers, fatal, actor.span_names())
-        actor.context.send_self = mailbox.port(name).put
-        self._mailboxes[name] = mailbox
-
-    def _open_outbox(self, edge: EdgeSpec, loop: asyncio.AbstractEventLoop) -> Outbox:
-        recorder = self._recorders.get(edge.source)
-        outbox: Outbox
-        if edge in self.plan.senders:
-            outbox = self._open_remote_outbox(edge, loop, recorder)
-        else:
-            puts = [self._local_put(edge, target, loop) for target in edge.targets]
-            outbox = LocalOutbox(edge.label, puts)
-        return outbox if recorder is None else RecordedOutbox(outbox, recorder)
-
-    def _open_remote_outbox(
-        self, edge: EdgeSpec, loop: asyncio.AbstractEventLoop, recorder: Recorder | None
-    ) -> RemoteOutbox:
-        actor, end = self.actors[edge.source], self.plan.senders[edge]
-        sender = end.open()
-        self._unopened -= set(end.descriptors)
-        outbox = RemoteOutbox(
-            edge.label,
-            sender,
-            loop,
-            bound=edge.bound,
-            on_ready=actor.on_ready if recorder is None else recorder.on_ready(actor.on_ready),
-            fatal=self._fatal(edge.source),
-            track=actor.context.track,
-            paced=edge.paced,
-        )
-        self._remote.append((edge.source, outbox))
-        return outbox
-
-    def _receive(self, loop: asyncio.AbstractEventLoop) -> None:
-        inputs: dict[str, list[Receiver]] = {}
-        for source, outbox in self._remote:
-            outbox.set_inputs(inputs.setdefault(source, []))
-        for edge, target, end in self.plan.receivers:
-            receiver = end.open()
-            self._unopened -= set(end.descriptors)
-            self._receivers.append((edge, target, receiver))
-            inputs.setdefault(target, []).append(receiver)
-            deliver = self._mailboxes[target].port(edge.source).deliver
-            receiver.start(loop, self._delayed(deliver, loop, edge, target), self._fatal(target))
-
-    def _local_put(
-        self, edge: EdgeSpec, target: str, loop: asyncio.AbstractEventLoop
-    ) -> Callable[[Any], None]:
-        port = self._mailboxes[target].port(edge.source)
-        if not self.plan.debug_delay_ms:
-            return port.put
-        delayed = self._delayed(port.deliver, loop, edge, target)
-
-        def put(message: Any) -> None:
-            delayed(message, None, time.monotonic_ns())
-
-        return put
-
-    def _delayed(
-        self, deliver: Deliver, loop: asyncio.AbstractEventLoop, edge: EdgeSpec, target: str
-    ) -> Deliver:
-        delay = self.plan.debug_delay_ms
-        if not delay:
-            return deliver
-        seed = f"{edge.source}>{edge.label}>{target}"
-        return DelayedDelivery(deliver, loop, self._fatal(target), delay, seed)
-
-    def _fatal(self, actor: str) -> Callable[[BaseException], None]:
+    def _fatal(self, actor: str) -> Fatal:
         plan = self.plan
 
         def fail(error: BaseException) -> None:
@@ -247,29 +309,18 @@ class Node:
         """Mark the channels to other nodes (processes) as broken after one has died. From then on,
         sending on these channels raises `PeerBroken`."""
         self._failed = True
-        for _, outbox in self._remote:
-            outbox.mark_broken(reason)
+        self._edges.mark_broken(reason)
 
     def statistics(self) -> dict[str, dict[str, Any]]:
         """Return, by actor name, the statistics of the actor's node, of the actor itself, and of
         its mailbox, outboxes and incoming channels."""
         figures: dict[str, dict[str, Any]] = {}
         node = {"name": self.plan.name, "cpu_seconds": time.process_time()}
-        if self._alarm is not None:
-            node |= {"roused": self._alarm.wakeups, "looks": self._alarm.polls}
+        if (alarm := self._edges.alarm) is not None:
+            node |= {"roused": alarm.wakeups, "looks": alarm.polls}
         for name, actor in self._started_actors:
-            outboxes = self._outboxes.get(name, {})
-            figures[name] = {
-                "node": node,
-                "actor": actor.statistics(),
-                "mailbox": self._mailboxes[name].statistics() if name in self._mailboxes else {},
-                "outboxes": {label: box.statistics() for label, box in outboxes.items()},
-                "inboxes": {
-                    f"{edge.source} -> {edge.label}": dataclasses.asdict(receiver.statistics)
-                    for edge, target, receiver in self._receivers
-                    if target == name
-                },
-            }
+            own = {"node": node, "actor": actor.statistics()}
+            figures[name] = own | self._edges.statistics(name)
         return figures
 
     def progress(self) -> dict[str, Progress]:
@@ -310,22 +361,4 @@ class Node:
         self._failed = True
         for actor in reversed(self.actors.values()):
             actor.stop()
-        self._close_edges()
-
-    def _close_edges(self) -> None:
-        for _, outbox in self._remote:
-            outbox.close()
-        for _, _, receiver in self._receivers:
-            receiver.close()
-        if self._alarm is not None:
-            self._alarm.close()
-        for recorder in self._recorders.values():
-            recorder.close()
-        for name in self._outboxes:
-            for track in self.actors[name].context.tracks:
-                track.close()
-        for descriptor in self._unopened:
-            os.close(descriptor)
-        self._unopened.clear()
-        self._remote, self._receivers, self._alarm = [], [], None
-        self._mailboxes, self._outboxes, self._recorders = {}, {}, {}
+        self._edges.close()
