@@ -158,7 +158,7 @@ async def compare_with_bare(args: argparse.Namespace, model: str, options: dict)
     async with AsyncLLM(
         model, device=args.device, max_restarts=10_000, restart_window=0.01, **options
     ) as llm:
-        topology = llm._system._topology
+        topology = llm._system._nodes.topology
         nodes = {node.name: node.actors for node in topology.nodes}
         for victim in args.victims or llm.pids:
             specs = [spec for spec in topology.actors if spec.name in nodes[victim]]

@@ -51,12 +51,10 @@ class Children:
     """All child processes of a system, and the thread that starts them, reads their messages, and
     runs until the last one is reaped. There are no children until `launch` is called."""
 
-    def __init__(self, on_message: Callable[[ChildProcess, Any], None]) -> None:
-        """`on_message(child, message)` is called on the loop for each message of a child. The
-        message is None once the child's channel is closed."""
+    def __init__(self) -> None:
         self.by_name: dict[str, ChildProcess] = {}
-        self._on_message = on_message
         self._loop: asyncio.AbstractEventLoop
+        self._on_message: Callable[[ChildProcess, Any], None]
         self._thread: threading.Thread | None = None
         self._all_reaped: asyncio.Future[None]
         """Future that resolves when no child is left."""
@@ -67,7 +65,8 @@ class Children:
         """Socket pair that wakes the thread when a child must be started or the thread must end."""
         self._to_start: deque[ChildProcess] = deque()
         self._to_reap: deque[ChildProcess] = deque()
-        self._is_ending = False
+        self.is_ending = False
+        """True once the children are being stopped or killed."""
 
     def __iter__(self) -> Iterator[ChildProcess]:
         """Iterate over the children in the order in which they are started."""
@@ -78,10 +77,15 @@ class Children:
         specs: Mapping[str, NodeSpec],
         plans: Mapping[str, NodePlan],
         loop: asyncio.AbstractEventLoop,
+        on_message: Callable[[ChildProcess, Any], None],
     ) -> None:
         """Start a child process for each plan. `specs` and `plans` are keyed by node name. Raises
-        `StartupFailed` if no thread can be started."""
-        self._loop, self._all_reaped = loop, loop.create_future()
+        `StartupFailed` if no thread can be started.
+
+        `on_message(child, message)` is called on the loop for each message of a child. The message
+        is None once the child's channel is closed.
+        """
+        self._loop, self._all_reaped, self._on_message = loop, loop.create_future(), on_message
         self.by_name = {name: ChildProcess(specs[name], plan, loop) for name, plan in plans.items()}
         self._to_start.extend(self)
         if self.by_name:
@@ -104,7 +108,7 @@ class Children:
         signal.pthread_sigmask(signal.SIG_BLOCK, GROUP_SIGNALS)
         try:
             self._start_all()
-            while self._open or not self._is_ending:
+            while self._open or not self.is_ending:
                 for connection in wait([*self._open, self._wake[1]]):
                     if connection is self._wake[1]:
                         self._wake[1].recv_bytes()
@@ -201,7 +205,7 @@ class Children:
             child.kill()
 
     def _end_thread(self) -> None:
-        self._is_ending = True
+        self.is_ending = True
         self._wake_thread()
 
     def _stop(self) -> None:

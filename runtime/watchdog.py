@@ -24,12 +24,17 @@ _STACKS_FRACTION = 0.25
 """Fraction of the stall timeout that the nodes have for logging their stacks."""
 
 
-async def kill_late(
-    children: Children, limits: Mapping[str, float], give_up: Callable[[ChildProcess, str], None]
-) -> None:
-    """Call `give_up(child, description)` for each child process that does not restart within its
-    limit. Nothing else detects a process that hangs during a restart. `limits` are in seconds, by
-    node name. While a process uses its CPU, only a tenth of the time counts.
+def kill_hung(child: ChildProcess, reason: str) -> None:
+    """Kill a node that hangs. Its death is reported as a hang and handled like any other."""
+    log.error("%s", reason)
+    child.hang_description = reason
+    child.kill()
+
+
+async def kill_late(children: Children, limits: Mapping[str, float]) -> None:
+    """Kill each child process that does not restart within its limit. Nothing else detects a
+    process that hangs during a restart. `limits` are in seconds, by node name. While a process uses
+    its CPU, only a tenth of the time counts.
 
     Runs until it is cancelled.
     """
@@ -40,7 +45,7 @@ async def kill_late(
         cpu = {child.name: child.cpu_seconds() for child in children.pending()}
         for name in watch.tick(now - before, cpu):
             child = children.by_name[name]
-            give_up(child, f"node {name} ({child.condition()}) has not restarted in time")
+            kill_hung(child, f"node {name} ({child.condition()}) has not restarted in time")
         before = now
 
 

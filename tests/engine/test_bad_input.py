@@ -95,7 +95,7 @@ def test_refused_requests_take_no_numbers():
                     return_exceptions=True,
                 )
                 assert any(isinstance(result, EngineOverloaded) for result in results)
-            scheduler = llm._system._node.actors["scheduler"]._scheduler
+            scheduler = llm._system.actor("scheduler")._scheduler
             assert len(scheduler.arrivals.seen) == 0
 
     asyncio.run(main())

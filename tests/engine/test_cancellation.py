@@ -11,7 +11,8 @@ import pytest
 
 from nanoactor import AsyncLLM, BeamSearchParams, NanoactorError, SamplingParams
 from nanoactor.errors import EngineClosed
-from nanoactor.runtime.system import System
+from nanoactor.runtime.nodes import Nodes
+from nanoactor.runtime.recoveries import Recoveries
 from tests.conftest import check_descriptors, children, descriptors
 from tests.engine.harness import collect, settled
 from tests.suspensions import cancelled, interrupted, places
@@ -164,18 +165,18 @@ INTERRUPTIONS = {
 
 
 async def started_with(monkeypatch, llm, at, act):
-    """Start an engine; something happens at the `at`-th suspension of the start of its system."""
-    start, met = System._start, []
+    """Start an engine; something happens at the `at`-th suspension of the start of its nodes."""
+    start, met = Nodes._launch, []
 
-    async def watched(system):
-        result, was_met = await interrupted(start(system), at, act)
+    async def watched(nodes):
+        result, was_met = await interrupted(start(nodes), at, act)
         met.append(was_met)
         if isinstance(result, BaseException):
             raise result
 
-    monkeypatch.setattr(System, "_start", watched)
+    monkeypatch.setattr(Nodes, "_launch", watched)
     (result,) = await asyncio.gather(llm.start(), return_exceptions=True)
-    monkeypatch.setattr(System, "_start", start)
+    monkeypatch.setattr(Nodes, "_launch", start)
     return result, any(met)
 
 
@@ -204,7 +205,7 @@ def test_a_start_is_met_by_a_close_wherever_it_waits(monkeypatch, placement):
     ],
 )
 def test_a_recovery_is_met_wherever_it_waits(monkeypatch, how, victim):
-    recover, met = System._recover, []
+    recover, met = Recoveries._run, []
 
     async def main(at):
         llm = await engine(placement="default", device="simulated:5").start()
@@ -218,15 +219,15 @@ def test_a_recovery_is_met_wherever_it_waits(monkeypatch, how, victim):
         )
         await asyncio.sleep(0.1)
 
-        async def watched(system):
+        async def watched(recoveries):
             result, was_met = await interrupted(
-                recover(system), at, lambda: INTERRUPTIONS[how](llm, stream)
+                recover(recoveries), at, lambda: INTERRUPTIONS[how](llm, stream)
             )
             met.append(was_met)
             if isinstance(result, BaseException):
                 raise result
 
-        monkeypatch.setattr(System, "_recover", watched)
+        monkeypatch.setattr(Recoveries, "_run", watched)
         met.clear()
         os.kill(llm.pids[victim], signal.SIGKILL)
         try:
@@ -238,7 +239,7 @@ def test_a_recovery_is_met_wherever_it_waits(monkeypatch, how, victim):
                 assert len((await collect(llm, "To be", FEW)).outputs[0].token_ids) == 6
                 await settled(llm)
         finally:
-            monkeypatch.setattr(System, "_recover", recover)
+            monkeypatch.setattr(Recoveries, "_run", recover)
             await asyncio.wait_for(llm.close(), 60)
         return any(met)
 

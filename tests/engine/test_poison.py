@@ -102,7 +102,7 @@ def test_one_among_many_costs_itself_alone(poison, others):
             assert isinstance(guilty, PoisonRequest)
             assert "each time the request ran" in str(guilty)
             assert "runner.0 (signal SIGSEGV)" in str(guilty)
-            assert llm._system._deaths._budget.refund(9) == 0, "all deaths have a cause"
+            assert llm._system._recoveries._deaths._budget.refund(9) == 0, "all deaths have a cause"
             assert llm.restarts[0].keys() == {"runner.0"}
             assert llm.restarts[0]["runner.0"] <= 2 + math.log2(others + 1) + 1
             # The engine is as good as before.

@@ -429,7 +429,7 @@ def hold_back_the_tokenizer(llm):
     """Where requests gather from now on, and what to give them to when they may go on; the frontend
     admits none itself."""
     llm._frontend._admission.direct = lambda submit: None
-    handlers = llm._system._node._edges.mailboxes["tokenizer.0"]._handlers
+    handlers = llm._system._nodes.own._edges.mailboxes["tokenizer.0"]._handlers
     held, tokenize = [], handlers[Submit]
     handlers[Submit] = held.append
     return held, tokenize

@@ -184,6 +184,12 @@ class Running:
         assert [pong.total for pong in self.user.pongs] == [10 * number for number in numbers]
 
 
+def limit_restarts(run, seconds):
+    """From now on; the start itself had longer."""
+    recoveries = run.system._recoveries
+    recoveries._options = dataclasses.replace(recoveries._options, start_timeout=seconds)
+
+
 @pytest.mark.parametrize("transport", ["ring", "queue"])
 @pytest.mark.parametrize("victim", NODES)
 def test_whoever_dies_is_replaced_and_messages_flow_again(victim, transport):
@@ -280,7 +286,7 @@ def test_calls_under_way_come_to_nothing():
 def test_a_death_just_before_the_others_begin_anew():
     async def main():
         async with Running(start_timeout=600) as run:
-            loop, far = asyncio.get_running_loop(), run.system._children.by_name["far"]
+            loop, far = asyncio.get_running_loop(), run.system._nodes.children.by_name["far"]
             far.bootstrapped = loop.create_future()  # as if it had only just been started
             run.kill("near")
             await run.until(lambda: "cut" in run.told)
@@ -298,8 +304,8 @@ def test_a_death_just_before_the_others_begin_anew():
 def test_a_process_that_cannot_be_started_again_ends_the_system():
     async def main():
         async with Running() as run:
-            run.system._options = dataclasses.replace(run.system._options, start_timeout=1)
-            far = run.system._children.by_name["far"]
+            limit_restarts(run, 1)
+            far = run.system._nodes.children.by_name["far"]
             far.bootstrapped = asyncio.get_running_loop().create_future()  # nobody starts it
             run.kill("near")
             await run.until(lambda: run.deaths)
@@ -380,7 +386,7 @@ def test_a_channel_that_is_full_holds_nobody_up(monkeypatch):
     async def main():
         async with Running(stall_timeout=None) as run:
             run.kill("near", signal.SIGSTOP)
-            near = run.system._children.by_name["near"]
+            near = run.system._nodes.children.by_name["near"]
             with pytest.raises(OSError):
                 while True:
                     near.connection.send(b"x" * 50_000)
@@ -408,7 +414,7 @@ def test_the_stall_that_is_one_death_too_many_is_told_as_one():
 def test_who_is_never_ready_again_in_time_is_named():
     async def main():
         async with Running(delay=1.5, max_restarts=2, restart_window=60.0) as run:
-            run.system._options = dataclasses.replace(run.system._options, start_timeout=0.3)
+            limit_restarts(run, 0.3)
             run.kill("far")
             await run.until(lambda: run.deaths)
             assert "not ready again after 0 s: the engine waited for node(s) far" in str(
@@ -515,7 +521,8 @@ def test_the_start_of_a_node_is_vetoed():
                 if "far" in names:
                     raise StartupFailed("its files are gone")
 
-            run.system._before_restart = veto
+            recoveries = run.system._recoveries
+            recoveries._callbacks = dataclasses.replace(recoveries._callbacks, before_restart=veto)
             run.kill("near")
             await run.recovered()
             run.kill("far")
@@ -544,8 +551,8 @@ def test_nothing_is_waited_for_where_none_is_late():
 
     async def main():
         async with Running() as run:
-            assert run.system._children.pending() == []
-            assert await run.system._children.wait_ended([], 60.0)
+            assert run.system._nodes.children.pending() == []
+            assert await run.system._nodes.children.wait_ended([], 60.0)
 
     asyncio.run(main())
 

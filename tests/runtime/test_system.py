@@ -237,11 +237,11 @@ def test_another_loop_and_a_forked_process_are_refused():
                     asyncio.run(use())
 
             await asyncio.to_thread(elsewhere)
-            run.system._pid -= 1
+            run.system._origin.pid -= 1
             with pytest.raises(NotUsableHere, match="another process"):
                 run.system.check_usable()
             await run.system.close()  # a fork leaves the system of its parent alone
-            run.system._pid += 1
+            run.system._origin.pid += 1
             run.outbox.send(ping(1))
             await run.until(lambda: run.asker.pongs)
 
@@ -476,7 +476,7 @@ def test_a_pause_of_the_whole_group_raises_no_alarm(tmp_path):
 
 
 def test_a_start_that_hangs_says_who_is_late(monkeypatch, caplog):
-    monkeypatch.setattr("nanoactor.runtime.system._LATE_WARNING_SECONDS", 0.5)
+    monkeypatch.setattr("nanoactor.runtime.nodes._LATE_WARNING_SECONDS", 0.5)
 
     async def main():
         async with Running(topology(config="hang"), start_timeout=2.0, stop_timeout=0.2):
