@@ -54,6 +54,7 @@ class Nodes:
         self.start_seconds: dict[str, float] = {}
         """Longest time in seconds that each node took to become ready, by node name."""
         self.has_ended = False
+        """True once all child processes have ended."""
 
     @property
     def own(self) -> Node:
