@@ -430,8 +430,8 @@ class Scheduler:
             return table.decode(_NO_SLOTS, none_starving=True), [], 0
         blocked = self._running.starving
         if blocked:
-            table.interrupt()
-        if (repeated := table.decode_again()) is not None:
+            table.positions.interrupt()
+        if (repeated := table.positions.decode_again()) is not None:
             return repeated, [], 0
         granted: list[Sequence] = []
         ready, starving = table.readiness()

@@ -67,7 +67,7 @@ class TableMachine(RuleBasedStateMachine):
     @rule(feed=st.booleans())
     def decode(self, feed):
         """As the scheduler does: the same batch where it must be, else a new one."""
-        batch = self.table.decode_again()
+        batch = self.table.positions.decode_again()
         if batch is None:
             hungry = np.flatnonzero(self.table.readiness()[1]).tolist() if feed else []
             self.table.grow(hungry)
@@ -92,7 +92,7 @@ class TableMachine(RuleBasedStateMachine):
         held = np.array([row in self.rows.values() for row in rows], np.bool_)
         assert self.table.all_occupied(batch) == held.all()
         if not held.all():
-            batch = self.table.batch_of(batch.slots[held])
+            batch = self.table.positions.batch_of(batch.slots[held])
         tokens = np.arange(token, token + len(batch.slots), dtype=np.int32)
         columns = self.table.append(batch, tokens)
         rows = self.rows_of(batch)
@@ -116,15 +116,19 @@ class TableMachine(RuleBasedStateMachine):
 
     @invariant()
     def every_row_says_what_happened_and_to_ask_changes_nothing(self):
-        table = self.table
-        before = table._scheduled.tolist(), table._pending_steps, table._stable_steps
+        before = self.counters()
         self.check_rows()
-        assert (table._scheduled.tolist(), table._pending_steps, table._stable_steps) == before
+        assert self.counters() == before
+
+    def counters(self):
+        of = self.table.positions
+        return of._scheduled.tolist(), of._pending_steps, of._stable_steps
 
     def check_rows(self):
         assert np.flatnonzero(self.table.occupied).tolist() == sorted(self.rows)
         for slot, row in self.rows.items():
-            assert self.table.scheduled[slot] == self.table.scheduled_at(slot) == row.scheduled
+            assert self.table.positions.by_slot[slot] == row.scheduled
+            assert self.table.scheduled_at(slot) == row.scheduled
             known = self.table.known[slot]
             assert self.table.tokens[slot, :known].tolist() == row.tokens
         able = [s for s, row in self.rows.items() if row.scheduled + 2 <= row.limit]
@@ -156,15 +160,15 @@ def test_a_batch_is_the_same_until_a_block_is_full_or_a_limit_is_reached():
     table = RunningTable(SLOTS, LENGTH, BLOCK)
     running(table, 0, 1, LENGTH)
     running(table, 3, 1, 4)
-    assert table.decode_again() is None
+    assert table.positions.decode_again() is None
     first = table.decode(np.array([0, 3]), none_starving=True)
-    assert table.decode_again() is first
-    assert table.decode_again() is None  # the second may have 4 tokens: positions 0, 1, 2
-    assert table.scheduled.tolist() == [3, 0, 0, 3, 0]
+    assert table.positions.decode_again() is first
+    assert table.positions.decode_again() is None  # the second may have 4 tokens: positions 0, 1, 2
+    assert table.positions.by_slot.tolist() == [3, 0, 0, 3, 0]
     assert np.flatnonzero(table.readiness()[0]).tolist() == [0]
     second = table.decode(np.array([0]), none_starving=True)
     assert second.version != first.version
-    assert table.decode_again() is None  # its block is full
+    assert table.positions.decode_again() is None  # its block is full
     assert np.flatnonzero(table.readiness()[1]).tolist() == [0]
 
 
@@ -172,7 +176,7 @@ def test_a_batch_is_not_steady_while_somebody_starves():
     table = RunningTable(SLOTS, LENGTH, BLOCK)
     running(table, 0, 1, LENGTH)
     table.decode(np.array([0]), none_starving=False)
-    assert table.decode_again() is None
+    assert table.positions.decode_again() is None
 
 
 def test_constrained_slots_come_go_and_grow_without_a_look_at_the_decode_batch():
@@ -194,23 +198,23 @@ def test_constrained_slots_come_go_and_grow_without_a_look_at_the_decode_batch()
 
     for slot in (0, 1):
         enter(slot, stepwise=False)
-    assert table.decode_again() is None
+    assert table.positions.decode_again() is None
     batch = table.decode(np.array([0, 1]), none_starving=True)
     table.append(batch, np.array([5, 6], np.int32))
     columns = table._columns
     enter(3, stepwise=True)
-    assert table.decode_again() is batch
+    assert table.positions.decode_again() is batch
     table.append_one(3, 7)
     assert table.targets[3] == table.known[3] == 3
     table.prefill(3, 1)
-    assert table.decode_again() is batch
+    assert table.positions.decode_again() is batch
     ready, starving = table.readiness()
     assert np.flatnonzero(ready).tolist() == [0, 1]
     assert not starving.any()
     table.leave(3)
-    assert table.decode_again() is batch
+    assert table.positions.decode_again() is batch
     assert table._columns is columns
-    assert table.scheduled[:2].tolist() == [6, 6]
+    assert table.positions.by_slot[:2].tolist() == [6, 6]
 
 
 def test_what_is_planned_too_far_is_lowered_by_a_result():
@@ -224,19 +228,19 @@ def test_what_is_planned_too_far_is_lowered_by_a_result():
     slots = np.arange(2)
     batch = table.decode(slots, none_starving=True)
     for _ in range(2):
-        assert table.decode_again() is batch
-    assert table.scheduled.tolist() == [6, 6]
+        assert table.positions.decode_again() is batch
+    assert table.positions.by_slot.tolist() == [6, 6]
     table.append(batch, np.array([7, 8], np.int32))
     table.rewind(0, 3, stepwise=False)
-    assert table.scheduled.tolist() == [3, 6]
-    assert table.decode_again() is None
+    assert table.positions.by_slot.tolist() == [3, 6]
+    assert table.positions.decode_again() is None
     ready, starving = table.readiness()
     assert (ready.tolist(), starving.tolist()) == ([False, True], [False, False])
     table.prefill(0, 1)  # the position of the one that was right
     ready, _ = table.readiness()
     assert ready.tolist() == [True, True]
     assert table.decode(slots, none_starving=True) is batch
-    assert table.scheduled.tolist() == [5, 7]
+    assert table.positions.by_slot.tolist() == [5, 7]
 
 
 def test_what_others_share_is_told_of_the_sequence_that_had_the_slot():
@@ -270,7 +274,7 @@ def test_a_step_of_a_thousand_rows_takes_a_few_array_operations():
         ready, starving = table.readiness()
         batch = table.decode(np.flatnonzero(ready), none_starving=not starving.any())
         changed = len(calls)
-        assert table.decode_again() is batch
+        assert table.positions.decode_again() is batch
         steady = len(calls) - changed
         table.append(batch, np.zeros(1024, np.int32))
     finally:

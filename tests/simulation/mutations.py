@@ -522,14 +522,14 @@ _PATCHES = [
     Mutation(
         "a decode batch stays the same although one of it has left",
         TABLE,
-        "        self._stable_steps = 0\n        self.occupied[slot]",
-        "        self.occupied[slot]",
+        "        self.positions.end_batch()\n        self.occupied[slot]",
+        "        self.positions._flush_pending()\n        self.occupied[slot]",
     ),
     Mutation(
         "a decode batch stays the same although a prompt is through",
         TABLE,
-        "        self._stable_steps = 0\n        self._scheduled[slot] += count",
-        "        self._scheduled[slot] += count",
+        "            self.positions.interrupt()\n        self.positions.add(slot, count)",
+        "            self.positions.add(slot, count)",
     ),
     Mutation(
         "a decode batch that has changed keeps its version",

@@ -25,6 +25,101 @@ class DecodeBatch:
     """True for each slot of the table that is in the batch; shape (slots,)."""
 
 
+class ScheduledPositions:
+    """The number of positions that the planned steps compute, by slot, and the latest decode batch.
+
+    In most steps no sequence arrives, ends or needs a block, so that the decode batch stays the
+    same. Such steps are only counted. Their positions are added to the array when the batch
+    changes.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._scheduled = np.zeros(slots, np.int64)
+        """Number of scheduled positions by slot, not counting the steps in `_pending_steps`."""
+        self._last_version = 0
+        self._batch = DecodeBatch(0, np.empty(0, np.int64), np.zeros(slots, np.bool_))
+        """The latest decode batch."""
+        self._stable_steps = 0
+        """Number of further steps in which `_batch` stays the same unless `interrupt` is called."""
+        self._pending_steps = 0
+        """Number of steps of `_batch` that are not added to `_scheduled` yet."""
+
+    @property
+    def by_slot(self) -> NDArray[np.int64]:
+        """Number of scheduled positions by slot (int64). Read-only."""
+        if not self._pending_steps:
+            return self._scheduled
+        return self._scheduled + self._pending_steps * self._batch.members
+
+    def at(self, slot: int) -> int:
+        """Return the number of scheduled positions of a slot."""
+        scheduled = int(self._scheduled[slot])
+        return scheduled + self._pending_steps if self._batch.members[slot] else scheduled
+
+    def reset(self, slot: int, count: int) -> None:
+        """Set the number of scheduled positions of a slot that the latest decode batch does not
+        contain."""
+        self._scheduled[slot] = count
+
+    def add(self, slot: int, count: int) -> None:
+        """Schedule `count` more positions of a slot."""
+        self._scheduled[slot] += count
+
+    def lower(self, slot: int, count: int) -> None:
+        """Lower a slot's number of scheduled positions to at most `count`. The next decode batch is
+        built anew."""
+        self.end_batch()
+        self._scheduled[slot] = min(int(self._scheduled[slot]), count)
+
+    def interrupt(self) -> None:
+        """Force the decode batch to be built anew for the next step."""
+        self._stable_steps = 0
+
+    def end_batch(self) -> None:
+        """Add all counted steps of the latest decode batch to the array, because one of its slots
+        is about to change. The next decode batch is built anew."""
+        self._flush_pending()
+        self._stable_steps = 0
+
+    def decode_again(self) -> DecodeBatch | None:
+        """Schedule the previous decode batch again, one position further; return None if it may
+        differ."""
+        if not self._stable_steps:
+            self._flush_pending()
+            return None
+        self._stable_steps -= 1
+        self._pending_steps += 1
+        return self._batch
+
+    def decode(self, slots: Slots, ends: NDArray[np.int64] | None) -> DecodeBatch:
+        """Schedule one position of each of these slots and return the batch. Call after
+        `decode_again` returned None.
+
+        `ends` is the number of positions of each slot up to which the batch may stay the same; None
+        if the batch may change in the next step.
+        """
+        scheduled = self._scheduled[slots] + 1
+        self._scheduled[slots] = scheduled
+        if not np.array_equal(slots, self._batch.slots):
+            self._batch = self.batch_of(slots)
+        self._stable_steps = 0
+        if ends is not None:
+            self._stable_steps = int((ends - scheduled).min())
+        return self._batch
+
+    def batch_of(self, slots: Slots) -> DecodeBatch:
+        """Return a batch of these slots (ascending) with a new version."""
+        self._last_version += 1
+        members = np.zeros(len(self._scheduled), np.bool_)
+        members[slots] = True
+        return DecodeBatch(self._last_version, slots, members)
+
+    def _flush_pending(self) -> None:
+        if self._pending_steps:
+            self._scheduled += self._pending_steps * self._batch.members
+            self._pending_steps = 0
+
+
 class RunningTable:
     """Counters and tokens of the running sequences, one row per slot. A row is valid while its slot
     is occupied."""
@@ -56,16 +151,7 @@ class RunningTable:
         """Known tokens by slot, (slots, max_model_len). Pages that are never written use no
         physical memory."""
 
-        self._scheduled = np.zeros(slots, np.int64)
-        """Number of positions that the planned steps compute, by slot, not counting the steps in
-        `_pending_steps`."""
-        self._last_version = 0
-        self._batch = DecodeBatch(0, np.empty(0, np.int64), np.zeros(slots, np.bool_))
-        """The latest decode batch."""
-        self._stable_steps = 0
-        """Number of further steps in which `_batch` stays the same unless `interrupt` is called."""
-        self._pending_steps = 0
-        """Number of steps of `_batch` that are not added to `_scheduled` yet."""
+        self.positions = ScheduledPositions(slots)
         self._columns: BatchColumns | None = None
 
     def enter(
@@ -89,20 +175,23 @@ class RunningTable:
         self.stepwise[slot] = stepwise
         self.uids[slot], self.prompts[slot], self.limits[slot] = uid, prompt_length, limit
         self.targets[slot] = self.known[slot] = len(tokens)
-        self.capacity[slot], self._scheduled[slot] = blocks * self._block_size, 0
+        self.capacity[slot] = blocks * self._block_size
+        self.positions.reset(slot, 0)
         self.tokens[slot, : len(tokens)] = tokens
 
     def copy(self, slot: int, tokens: Int32, blocks: int) -> None:
         """Replace the content of a slot by a copy of another sequence: `tokens` (int32), which are
         all computed already, and `blocks` blocks. The slot must be one that never decodes."""
-        self.targets[slot] = self.known[slot] = self._scheduled[slot] = len(tokens)
+        self.targets[slot] = self.known[slot] = len(tokens)
+        self.positions.reset(slot, len(tokens))
         self.tokens[slot, : len(tokens)] = tokens
         self.capacity[slot] = blocks * self._block_size
 
     def start(self, slot: int, computed: int) -> None:
         """Mark a slot as running after its prefix-cache lookup; `computed` leading positions are
         already computed."""
-        self.running[slot], self._scheduled[slot] = True, computed
+        self.running[slot] = True
+        self.positions.reset(slot, computed)
 
     def note_shared(self, slots: Int32, shared: Int32, turn: int) -> None:
         """Record how many blocks each of these slots shares with other slots, as of turn number
@@ -116,8 +205,7 @@ class RunningTable:
         if self.stepwise[slot]:  # no decode batch contains it
             self.occupied[slot] = self.running[slot] = False
             return
-        self._flush_pending()
-        self._stable_steps = 0
+        self.positions.end_batch()
         self.occupied[slot] = self.running[slot] = False
         self._columns = None
 
@@ -125,26 +213,16 @@ class RunningTable:
         """Make a slot recompute its positions from `length` to the last known token before it
         decodes or samples. Results of planned steps at these positions are overwritten. If
         `stepwise`, the slot does not decode after that either, as in `enter`."""
-        self._flush_pending()
-        self._stable_steps = 0
         self._columns = None
-        self._scheduled[slot] = min(int(self._scheduled[slot]), length)
+        self.positions.lower(slot, length)
         self.targets[slot] = self.known[slot]
         self.stepwise[slot] = stepwise
 
     # -- scheduled positions --------------------------------------------------------------
 
-    @property
-    def scheduled(self) -> NDArray[np.int64]:
-        """Number of positions that the planned steps compute, by slot (int64). Read-only."""
-        if not self._pending_steps:
-            return self._scheduled
-        return self._scheduled + self._pending_steps * self._batch.members
-
     def scheduled_at(self, slot: int) -> int:
         """Return the number of positions of a slot that the planned steps compute."""
-        scheduled = int(self._scheduled[slot])
-        return scheduled + self._pending_steps if self._batch.members[slot] else scheduled
+        return self.positions.at(slot)
 
     def readiness(self) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
         """Return two bool arrays by slot: True for the slots that can decode now, and True for
@@ -153,7 +231,7 @@ class RunningTable:
         A slot can decode if its prompt is computed and one more token fits within its limit.
         Position p samples token p + 1.
         """
-        scheduled = self.scheduled
+        scheduled = self.positions.by_slot
         eligible = self.running & (scheduled >= self.targets) & (scheduled + 2 <= self.limits)
         eligible &= ~self.stepwise
         starving = eligible & (scheduled == self.capacity)
@@ -163,7 +241,7 @@ class RunningTable:
     def lacks_block(self) -> NDArray[np.bool_]:
         """True for each slot whose running sequence needs another block before it can prefill its
         next known token."""
-        lacks: NDArray[np.bool_] = self.running & (self.scheduled == self.capacity)
+        lacks: NDArray[np.bool_] = self.running & (self.positions.by_slot == self.capacity)
         return lacks & (self.capacity < self.targets)
 
     def blocks_at(self, slot: int) -> int:
@@ -178,54 +256,19 @@ class RunningTable:
         """Schedule `count` more prompt positions of a slot, which may then decode in the next
         step."""
         if not self.stepwise[slot]:
-            self._stable_steps = 0
-        self._scheduled[slot] += count
-
-    def interrupt(self) -> None:
-        """Force the decode batch to be rebuilt for the next step."""
-        self._stable_steps = 0
-
-    def decode_again(self) -> DecodeBatch | None:
-        """Schedule the previous decode batch again, one position further; return None if it may
-        differ.
-
-        In most steps no sequence arrives, ends or needs a block. Such steps are only counted. Their
-        positions are added to the table when the batch changes.
-        """
-        if not self._stable_steps:
-            self._flush_pending()
-            return None
-        self._stable_steps -= 1
-        self._pending_steps += 1
-        return self._batch
+            self.positions.interrupt()
+        self.positions.add(slot, count)
 
     def decode(self, slots: Slots, none_starving: bool) -> DecodeBatch:
         """Schedule one position of each of these slots and return the batch. Call after
-        `decode_again` returned None.
+        `positions.decode_again` returned None.
 
         `none_starving` is True if no sequence is left out for lack of a block.
         """
-        scheduled = self._scheduled[slots] + 1
-        self._scheduled[slots] = scheduled
-        if not np.array_equal(slots, self._batch.slots):
-            self._batch = self.batch_of(slots)
-        self._stable_steps = 0
+        ends = None
         if none_starving and len(slots):
             ends = np.minimum(self.capacity[slots], self.limits[slots] - 1)
-            self._stable_steps = int((ends - scheduled).min())
-        return self._batch
-
-    def batch_of(self, slots: Slots) -> DecodeBatch:
-        """Return a batch of these slots (ascending) with a new version."""
-        self._last_version += 1
-        members = np.zeros(len(self.occupied), np.bool_)
-        members[slots] = True
-        return DecodeBatch(self._last_version, slots, members)
-
-    def _flush_pending(self) -> None:
-        if self._pending_steps:
-            self._scheduled += self._pending_steps * self._batch.members
-            self._pending_steps = 0
+        return self.positions.decode(slots, ends)
 
     # -- known tokens ---------------------------------------------------------------------
 

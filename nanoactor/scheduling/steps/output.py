@@ -149,7 +149,7 @@ class OutputBuffer:
             in_place &= np.array([owner.accepts_step(self._step) for owner in owners], np.bool_)
             moved = [owners[row] for row in np.flatnonzero(~in_place)]
             candidates = [s for s, _ in self._append_singly(moved, tokens[~in_place].tolist())]
-            batch, tokens = self._table.batch_of(batch.slots[in_place]), tokens[in_place]
+            batch, tokens = self._table.positions.batch_of(batch.slots[in_place]), tokens[in_place]
         watched = self.stop_ids.is_watched(tokens)
         if watched.any():
             refused = watched & self._refused(batch.slots, tokens, watched)
@@ -157,7 +157,7 @@ class OutputBuffer:
                 self._append_singly(
                     self._running.owners(batch.slots[refused]), tokens[refused].tolist()
                 )
-                batch = self._table.batch_of(batch.slots[~refused])
+                batch = self._table.positions.batch_of(batch.slots[~refused])
                 tokens, watched = tokens[~refused], watched[~refused]
         columns = self._table.append(batch, tokens)
         self._new.append((columns.uids, columns.indices, tokens))

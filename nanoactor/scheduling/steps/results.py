@@ -87,7 +87,7 @@ def split_rows(done: PlannedStep, event: StepDone, running: RunningBatch) -> Res
         if sequence.accepts_step(done.step):
             raise ProtocolBug(f"step {done.step} froze the slot of {sequence.describe()}")
     return Results(
-        running.table.batch_of(batch.slots[yielded]),
+        running.table.positions.batch_of(batch.slots[yielded]),
         tokens[yielded],
         [(row, token) for row, token in singles if token >= 0],
         failed=[*non_finite, *(row for row, code in coded if code == NO_TOKEN)],

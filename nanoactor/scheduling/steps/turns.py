@@ -125,7 +125,7 @@ class TurnBuilder:
         step, and `slices` are the parts of pictures that it encodes."""
         batch, rows, leaves = planned.decode_batch, as_rows(planned.rows), _NOTHING
         if batch.version != self._sent_batch.version:
-            starts = self._table.scheduled - 1
+            starts = self._table.positions.by_slot - 1
             rows, leaves = compress_rows(self._sent_batch.members, batch.members, starts, rows)
             self._sent_batch = batch
         self._plan = Plan(
