@@ -95,8 +95,8 @@ class Scheduler:
         self._depth = PipelineDepth(config.depth, config.max_depth)
         self._unanswered = UnansweredTurns()
         self._full_version = -1
-        """The running batch's `prefill_version` when prompts last filled the next step's budget; -1
-        if they have not yet."""
+        """The prefill queue's `version` when prompts last filled the next step's budget; -1 if they
+        have not yet."""
         self._turns: list[Outgoing] = []
         self._out: list[Outgoing] = []
 
@@ -252,9 +252,9 @@ class Scheduler:
     def _admit_waiting(self) -> None:
         """Admit sequences from the head of the queue while the next step has token budget left for
         them."""
-        if not self._room.waiting or self._running.prefill_version == self._full_version:
+        if not self._room.waiting or self._running.prefills.version == self._full_version:
             return
-        budget = self.config.max_num_batched_tokens - self._running.left_to_prefill
+        budget = self.config.max_num_batched_tokens - self._running.prefills.num_left
         while self.budget.free_slots and budget > 0:
             if (head := self._room.head) is None:
                 return
@@ -269,13 +269,13 @@ class Scheduler:
             # Wait for a running prompt to compute the shared prefix: a block can be found in the
             # prefix cache as soon as the step that computes it is planned.
             may_hit = self.config.prefix_caching and head.is_prompt_read
-            if may_hit and self._running.will_compute_prefix_of(head):
+            if may_hit and self._running.prefills.will_compute_prefix_of(head):
                 return
             self._room.waiting.pop(head)
             self._admit(head, blocks)
             budget -= head.target
         if budget <= 0:
-            self._full_version = self._running.prefill_version
+            self._full_version = self._running.prefills.version
 
     def _reserved_blocks(self) -> int:
         """Return the number of free blocks that admissions must leave for running sequences.
@@ -400,10 +400,11 @@ class Scheduler:
         decode_batch, grown, num_skipped = self._choose_decodes()
         self._admit_waiting()
         num_decodes, turn = len(decode_batch.slots), self._turn.number
-        prefilling = self._running.prefilling
+        prefilling = self._running.prefills.running
         encodings = [feature.plan_encoding(prefilling) for feature in self._features if prefilling]
         slices = next((slices for slices in encodings if slices is not None), None)
-        rows = self._running.choose_rows(self.config.max_num_batched_tokens - num_decodes, turn)
+        budget = self.config.max_num_batched_tokens - num_decodes
+        rows = self._running.prefills.choose_rows(budget, turn)
         extra_rows: list[PlannedRow] = []
         if rows or self._running.stepwise:
             extra_rows = [
@@ -492,7 +493,7 @@ class Scheduler:
         slot = sequence.slot
         known, end = self._output.append_run(sequence, run)
         self._turn.add_known_run(slot, known)
-        self._running.queue_prefill(sequence)
+        self._running.prefills.push_again(sequence)
         if end is not None:
             self._end(sequence, end)
 

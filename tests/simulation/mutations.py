@@ -66,6 +66,7 @@ ARRIVALS = "nanoactor.scheduling.steps.arrivals"
 HOLDING = "nanoactor.scheduling.features.holding"
 BUDGET = "nanoactor.scheduling.resources.budget"
 QUEUES = "nanoactor.scheduling.steps.queues"
+PREFILLS = "nanoactor.scheduling.steps.prefills"
 TABLE = "nanoactor.scheduling.sequences.table"
 TURNS = "nanoactor.scheduling.steps.turns"
 PLANNED = "nanoactor.scheduling.steps.planned"
@@ -295,8 +296,8 @@ _PATCHES = [
     Mutation(
         "more is planned than the token budget",
         SCHEDULER,
-        "choose_rows(self.config.max_num_batched_tokens - num_decodes, turn)",
-        "choose_rows(self.config.max_num_batched_tokens, turn)",
+        "budget = self.config.max_num_batched_tokens - num_decodes",
+        "budget = self.config.max_num_batched_tokens",
     ),
     Mutation(
         "what the frontend admits goes to a tokenizer too",
@@ -388,7 +389,7 @@ _PATCHES = [
     ),
     Mutation(
         "the head of the queue computes what another is about to compute",
-        QUEUES,
+        PREFILLS,
         "if shared and (sequence.hashes[block] == head.hashes[block]).all():",
         "if shared and (sequence.hashes[block] != head.hashes[block]).all():",
     ),
@@ -400,9 +401,9 @@ _PATCHES = [
     ),
     Mutation(
         "a younger prompt is computed before an older one",
-        QUEUES,
-        "        for sequence in self._prefills:\n            if budget <= 0:",
-        "        for sequence in reversed(self._prefills):\n            if budget <= 0:",
+        PREFILLS,
+        "        for sequence in self._sequences:\n            if budget <= 0:",
+        "        for sequence in reversed(self._sequences):\n            if budget <= 0:",
     ),
     Mutation(
         "a row is computed past the last token",
@@ -980,8 +981,8 @@ _PATCHES = [
     ),
     Mutation(
         "constrained outputs wait behind prompts",
-        QUEUES,
-        "stepwise = [s for s in self.prefilling if s.continues and s.prefill_end > s.scheduled]",
+        PREFILLS,
+        "stepwise = [s for s in self.running if s.continues and s.prefill_end > s.scheduled]",
         "stepwise = []",
     ),
     Mutation(
@@ -1338,13 +1339,13 @@ _PATCHES = [
     ),
     Mutation(
         "the queue is not looked at again though a sequence has left",
-        QUEUES,
-        "        self.prefill_version += 1\n        if sequence in self.stepwise:",
-        "        if sequence in self.stepwise:",
+        PREFILLS,
+        "            self._uncount(sequence)\n        self.version += 1\n",
+        "            self._uncount(sequence)\n",
     ),
     Mutation(
         "a prompt under way that begins alike is overlooked",
-        QUEUES,
+        PREFILLS,
         "if not shareable or _first_block_hash(head) not in self._first_block_counts:",
         "if not shareable or _first_block_hash(head) in self._first_block_counts:",
     ),
@@ -1686,8 +1687,8 @@ RARE = [
     ),
     Mutation(
         "the queue is not looked at again though a step has taken prompts",
-        QUEUES,
-        "            self.prefill_version += 1\n            unfinished = [",
+        PREFILLS,
+        "            self.version += 1\n            unfinished = [",
         "            unfinished = [",
     ),
 ]

@@ -147,7 +147,7 @@ class Constraints(Feature):
         chosen = (row.sequence for row in rows if row.is_choice)
         live = [s for s in chosen if s.phase is not Phase.FINISHED and s.is_constrained]
         for sequence in live:
-            self._running.queue_prefill(sequence)
+            self._running.prefills.push_again(sequence)
         live = [sequence for sequence in live if sequence.uid in self._masks]
         if not live:
             return

@@ -91,7 +91,7 @@ class HeldSequences(Feature):
             sequence.append(token)
             if sequence.slot >= 0:
                 self._turn.add_known(as_int32([sequence.slot]), as_int32([token]))
-                self._room.running.queue_prefill(sequence)
+                self._room.running.prefills.push_again(sequence)
             else:
                 self._room.waiting.push(sequence)
         ended = [sequence for uid, sequence in living.items() if uid not in parents]
