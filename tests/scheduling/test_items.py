@@ -63,7 +63,7 @@ def failed(book, pixels):
 
 def said(book):
     """(worker, kind, request or pixels) of all messages since the last call."""
-    out, book.out = book.out, []
+    out, book.pixels.out = book.pixels.out, []
     return [
         (worker, "want", message.uid, message.pixels)
         if isinstance(message, WantPixels)
@@ -83,7 +83,7 @@ def test_pixels_are_wanted_once_and_again_from_another_when_their_source_leaves(
     ready(book, 0, 1)
     book.leave(one)
     assert said(book) == [(0, "unwant", 1), (1, "want", 7, 2)]
-    assert book.drops == [(1, 1)]
+    assert book.pixels.drops == [(1, 1)]
     ready(book, 1, 1, 2)  # late news of the old ones is nothing
     assert book.plan_encoding([two]) is None
     ready(book, 0, 2)
@@ -107,7 +107,7 @@ def test_a_picture_goes_on_though_its_source_leaves_when_every_rank_has_it():
     assert book.plan_encoding([two]).firsts.tolist() == [1]
     book.leave(two)  # half encoded: it begins anew, for whoever comes
     assert said(book) == [(0, "unwant", 1)]
-    assert book.drops == [(1, 1)]
+    assert book.pixels.drops == [(1, 1)]
 
 
 def test_a_prompt_ends_where_its_next_picture_is_not_encoded():
@@ -164,7 +164,7 @@ def test_who_needs_pixels_that_fail_is_told_once_and_nothing_is_wanted_again():
     for sequence_ in (one, two):
         book.leave(sequence_)
     assert said(book) == []
-    assert book.drops == [(1, 1)]
+    assert book.pixels.drops == [(1, 1)]
     assert not book.is_waiting
 
 

@@ -82,6 +82,7 @@ BLOCKS = "nanoactor.actors.blocks"
 BATCH = "nanoactor.runner.batch.batch"
 TABLE_OF_RULES = "nanoactor.runner.batch.sampling_table"
 ITEMS = "nanoactor.scheduling.features.items"
+PIXEL_REQUESTS = "nanoactor.scheduling.features.pixel_requests"
 KEPT = "nanoactor.kv.items"
 ENCODER = "nanoactor.kv.encoder_cache"
 PROMPT = "nanoactor.media.prompt"
@@ -601,7 +602,7 @@ _PATCHES = [
     Mutation(
         "a picture is encoded before its pixels are there",
         ITEMS,
-        "if entry.is_complete or not self._is_ready(entry):",
+        "if entry.is_complete or not self.pixels.is_ready(entry):",
         "if entry.is_complete or not entry.pixels:",
     ),
     Mutation(
@@ -624,10 +625,9 @@ _PATCHES = [
     ),
     Mutation(
         "pixels that nobody wants any more are kept",
-        ITEMS,
-        "            self.drops.append((entry.pixels, entry.number))\n"
-        "            self._forget_pixels(entry)\n            entry.planned",
-        "            self._forget_pixels(entry)\n            entry.planned",
+        PIXEL_REQUESTS,
+        "            self.drops.append((entry.pixels, entry.number))\n",
+        "",
     ),
     Mutation(
         "a worker does not say that pixels will not come",

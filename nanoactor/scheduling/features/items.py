@@ -1,5 +1,5 @@
-"""Pictures and videos of live sequences: which pixels to request from vision workers, and what to
-encode in each step."""
+"""Pictures and videos of live sequences: which of them need pixels, and what to encode in each
+step."""
 
 from __future__ import annotations
 
@@ -12,19 +12,11 @@ import numpy as np
 from nanoactor.errors import ProtocolBug
 from nanoactor.media.units import EncoderLimits
 from nanoactor.messages.engine import Answer
-from nanoactor.messages.vision import (
-    CancelPixels,
-    DropPixels,
-    EncoderCredits,
-    EncodeSlices,
-    ItemsFailed,
-    ItemsReady,
-    WantPixels,
-)
-from nanoactor.scheduling.edges import VISION, Outgoing
+from nanoactor.messages.vision import EncoderCredits, EncodeSlices, ItemsFailed, ItemsReady
+from nanoactor.scheduling.edges import Outgoing
 from nanoactor.scheduling.features.feature import Ending, Feature, Handlers
+from nanoactor.scheduling.features.pixel_requests import PixelRequests
 from nanoactor.scheduling.resources.budget import PageBudget
-from nanoactor.scheduling.resources.rank_resources import RankResources
 from nanoactor.scheduling.sequences import ends
 from nanoactor.scheduling.sequences.item_state import EncoderEntry, SequenceItems
 from nanoactor.scheduling.sequences.sequence import Phase, Sequence
@@ -34,23 +26,16 @@ from nanoactor.scheduling.steps.turns import TurnBuilder
 
 class Pictures(Feature):
     """Tracks all items (pictures and videos) that sequences need, from the request for pixels to
-    the planned encoding. `out` collects the messages to vision workers, and `drops` the pixels that
-    runners may drop."""
+    the planned encoding."""
 
     def __init__(self, limits: EncoderLimits) -> None:
         self.limits = limits
         self.budget = PageBudget(limits.pages)
         self.entries: dict[int, EncoderEntry] = {}
         """Entries of the encoder cache, by number."""
-        self.out: list[tuple[int, WantPixels | CancelPixels]] = []
-        """(worker index, message) pairs that have not been sent yet."""
-        self.drops: list[tuple[int, int]] = []
-        """(pixel request number, cache entry number) pairs that have not been sent yet."""
+        self.pixels = PixelRequests(limits.ranks)
         self.encoded = 0
         """Number of cache entries that planned steps have encoded completely since the start."""
-        self._by_pixels: dict[int, EncoderEntry] = {}
-        self._pixels = RankResources("pixels", limits.ranks)
-        self._num_requests = 0
         self._admission_turn = self._answered_turn = 0
         """Number of the last turn (message to the block manager) with an admission, and of the last
         turn that was answered."""
@@ -107,17 +92,7 @@ class Pictures(Feature):
             items.entries.append(entry)
         for entry in items.entries:
             if entry is not None and not entry.pixels and not entry.is_complete:
-                self._request_pixels(entry)
-
-    def _request_pixels(self, entry: EncoderEntry) -> None:
-        self._num_requests += 1
-        entry.pixels = self._num_requests
-        self._pixels.request(entry.pixels)
-        entry.source, (sequence, item) = next(iter(entry.users.items()))
-        assert sequence.items is not None
-        entry.worker = sequence.items.message.worker  # the worker has the bytes, or gets them again
-        self._by_pixels[entry.pixels] = entry
-        self.out.append((entry.worker, WantPixels(entry.pixels, entry.source, item, entry.key)))
+                self.pixels.request(entry)
 
     def _apply_credits(
         self, event: EncoderCredits | None, admissions: int
@@ -167,36 +142,22 @@ class Pictures(Feature):
             return
         del entry.users[sequence.uid]
         if not entry.users:
-            self._drop_pixels(entry)
+            self.pixels.drop(entry)
             entry.retired_at = self._admission_turn
             if self._answered_turn >= self._admission_turn:
                 self.entries.pop(entry.number)
             else:
                 self._retired.append(entry)
-        elif entry.source == sequence.uid and entry.pixels and not self._is_ready(entry):
-            self._drop_pixels(entry)  # the bytes may be gone; use another request's bytes
-            self._request_pixels(entry)
-
-    def _drop_pixels(self, entry: EncoderEntry) -> None:
-        if entry.pixels:
-            self.out.append((entry.worker, CancelPixels(np.array([entry.pixels], np.int64))))
-            self.drops.append((entry.pixels, entry.number))
-            self._forget_pixels(entry)
-            entry.planned = entry.units.complete_units(entry.planned)
-
-    def _forget_pixels(self, entry: EncoderEntry) -> None:
-        self._pixels.drop(entry.pixels)
-        del self._by_pixels[entry.pixels]
-        entry.pixels, entry.source = 0, -1
+        elif entry.source == sequence.uid and entry.pixels and not self.pixels.is_ready(entry):
+            self.pixels.drop(entry)  # the bytes may be gone; use another request's bytes
+            self.pixels.request(entry)
 
     def flush(self, turn: TurnBuilder) -> list[Outgoing]:
         """Return the messages to the vision workers, and add to `turn` (the next message to the
         block manager) the pixels that the runners may drop."""
-        out: list[Outgoing] = [(VISION.format(worker), message) for worker, message in self.out]
-        drops, self.out, self.drops = self.drops, [], []
-        if drops:
-            pixels, numbers = zip(*drops, strict=True)
-            turn.drop_pixels(DropPixels(np.array(pixels, np.int64), np.array(numbers, np.int64)))
+        out = self.pixels.take_out()
+        if (drops := self.pixels.take_drops()) is not None:
+            turn.drop_pixels(drops)
         return out
 
     # -- pixels arrive and are encoded ----------------------------------------------------
@@ -204,21 +165,16 @@ class Pictures(Feature):
     def _on_ready(self, event: ItemsReady) -> tuple[Ending, ...]:
         """Record which pixels a rank holds; ignore pixels that are no longer requested."""
         for number in event.pixels.tolist():
-            self._pixels.note_ready(event.rank, number)
+            self.pixels.note_ready(event.rank, number)
         return ()
-
-    def _is_ready(self, entry: EncoderEntry) -> bool:
-        return entry.pixels > 0 and self._pixels.is_ready(entry.pixels)
 
     def _on_failed(self, event: ItemsFailed) -> list[Ending]:
         """Return the sequences that need pixels that could not be decoded, with their end
         reasons."""
         endings: list[Ending] = []
         for pixels, error in zip(event.pixels.tolist(), event.errors, strict=True):
-            if (entry := self._by_pixels.get(pixels)) is None:
+            if (entry := self.pixels.fail(pixels)) is None:
                 continue
-            self.drops.append((pixels, entry.number))
-            self._forget_pixels(entry)
             end = ends.rejected(error, refused=pixels in event.refused)
             endings += [(sequence, end) for sequence, _ in entry.users.values()]
         return endings
@@ -227,7 +183,7 @@ class Pictures(Feature):
     def is_waiting(self) -> bool:
         """True if pixels have been requested for items that the planned steps do not encode
         completely."""
-        return bool(self._by_pixels)
+        return bool(self.pixels)
 
     def plan_encoding(self, prefilling: Iterable[Sequence]) -> EncodeSlices | None:
         """Return the slices of pictures and videos that these sequences need next, in sequence
@@ -237,7 +193,7 @@ class Pictures(Feature):
         limits, remaining = self.limits, self.limits.budget
         chosen: list[tuple[int, int, int, int]] = []
         for entry in _needed(prefilling):
-            if entry.is_complete or not self._is_ready(entry):
+            if entry.is_complete or not self.pixels.is_ready(entry):
                 continue
             cost = entry.units.cost(limits.budget)
             count = min(remaining // cost, entry.units.count - entry.planned)
@@ -261,7 +217,7 @@ class Pictures(Feature):
             raise ProtocolBug(f"item {entry.key.hex()} is encoded past its end")
         if entry.is_complete:  # the runners release its pixels on their own
             self.encoded += 1
-            self._forget_pixels(entry)
+            self.pixels.close(entry)
 
     def note_done(self, step: int) -> None:
         """Record that step `step` is complete, and make the pages that only waited for it
@@ -272,10 +228,11 @@ class Pictures(Feature):
         """Raise `ProtocolBug` if an item has users, pixels are requested, or pages have not been
         returned."""
         held = [entry.number for entry in self.entries.values() if entry.users]
-        self._pixels.check_idle()
-        if held or self._by_pixels or self.budget.spent:
+        self.pixels.check_idle()
+        requested = self.pixels.numbers
+        if held or requested or self.budget.spent:
             raise ProtocolBug(
-                f"the engine is idle, but items {held} have users, pixels {[*self._by_pixels]} are "
+                f"the engine is idle, but items {held} have users, pixels {requested} are "
                 f"still requested and {self.budget.spent} pages have not been returned"
             )
 

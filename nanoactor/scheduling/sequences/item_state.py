@@ -35,6 +35,11 @@ class EncoderEntry:
         """True if the planned steps encode the whole item."""
         return self.planned == self.units.count
 
+    def restart(self) -> None:
+        """Plan the units of a temporal patch that is not completely encoded again, because its
+        pixels are dropped."""
+        self.planned = self.units.complete_units(self.planned)
+
 
 @dataclasses.dataclass(slots=True, eq=False)
 class SequenceItems:
