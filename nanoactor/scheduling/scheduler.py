@@ -1,4 +1,5 @@
-"""The scheduler's logic: admission, batching, preemption and termination.
+"""The scheduler's logic: the order of operations in one turn, the choice of each step, and
+termination.
 
 The scheduler receives events and returns messages. It does no I/O, reads no clock and knows no
 block ids. It looks at token values only to see whether they end a sequence or its free text. It is
@@ -17,7 +18,6 @@ refunded.
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
@@ -35,6 +35,7 @@ from nanoactor.messages.engine import (
 )
 from nanoactor.messages.orders import ForgetIndex, Pause
 from nanoactor.messages.resuming import Resume
+from nanoactor.scheduling.admission import AdmissionControl
 from nanoactor.scheduling.config import SchedulerConfig
 from nanoactor.scheduling.edges import BLOCKS, DETOKENIZER, Outgoing
 from nanoactor.scheduling.features.constraints import Constraints
@@ -43,6 +44,7 @@ from nanoactor.scheduling.features.forking import Forking
 from nanoactor.scheduling.features.holding import HeldSequences
 from nanoactor.scheduling.features.items import Pictures
 from nanoactor.scheduling.features.pooling import Pooling
+from nanoactor.scheduling.preemption import BlockGrants
 from nanoactor.scheduling.resources.budget import BlockBudget
 from nanoactor.scheduling.resources.room import Room
 from nanoactor.scheduling.sequences import ends
@@ -51,11 +53,11 @@ from nanoactor.scheduling.sequences.sequence import Phase, Sequence
 from nanoactor.scheduling.sequences.table import DecodeBatch
 from nanoactor.scheduling.statistics import SchedulerStatistics
 from nanoactor.scheduling.steps.arrivals import Arrivals
-from nanoactor.scheduling.steps.depth import PipelineDepth
 from nanoactor.scheduling.steps.output import OutputBuffer
+from nanoactor.scheduling.steps.pipeline import Pipeline
 from nanoactor.scheduling.steps.planned import PlannedRow, PlannedStep
 from nanoactor.scheduling.steps.queues import RunningBatch, WaitingQueues
-from nanoactor.scheduling.steps.results import Results, check_due, split_rows
+from nanoactor.scheduling.steps.results import Results, split_rows
 from nanoactor.scheduling.steps.turns import TurnBuilder
 from nanoactor.scheduling.steps.unanswered import UnansweredTurns
 
@@ -76,27 +78,46 @@ class Scheduler:
         self._output = OutputBuffer(self._running, self.statistics)
         self._turn = TurnBuilder(self._running.table)
         self.items = Pictures(config.encoder)
+        self._pipeline = Pipeline(config, self.budget)
         self.constraints = Constraints(
-            self._running, self._rewind, ranks=config.ranks, jumps=config.jump_forward
+            self._running,
+            self._output,
+            self._pipeline,
+            ranks=config.ranks,
+            jumps=config.jump_forward,
         )
-        places = self.budget, self._running, WaitingQueues()
-        self._room = Room(*places, self._available_pages, self._reserved_blocks, config.block_size)
-        self.held_sequences = HeldSequences(self.live, self._room, self._turn, self._release_slot)
-        forking = Forking(self._room, self._note_admission)
-        pooling = Pooling(config.pooling, self._output)
-        self._features = Features(
-            self.items, self.constraints, self.held_sequences, forking, pooling
+        self._room = Room(
+            self.budget,
+            self.items.budget,
+            self._running,
+            WaitingQueues(),
+            blocks=config.blocks,
+            block_size=config.block_size,
+        )
+        self._features = Features()
+        self._unanswered = UnansweredTurns()
+        self._admission = AdmissionControl(
+            config,
+            self._room,
+            self._features,
+            turn=self._turn,
+            pipeline=self._pipeline,
+            unanswered=self._unanswered,
+            statistics=self.statistics,
+        )
+        release_slot = self._admission.release_slot
+        self._grants = BlockGrants(
+            self._room, self._pipeline, self.statistics, release_slot, depth=config.depth
+        )
+        self.held_sequences = HeldSequences(self.live, self._room, self._turn, release_slot)
+        self._features.add(
+            self.items,
+            self.constraints,
+            self.held_sequences,
+            Forking(self._room, self._admission.note_admission),
+            Pooling(config.pooling, self._output),
         )
         self.arrivals = Arrivals(self._output, self.statistics)
-        self._planned = self._completed = self._preempted_at = self._requested = 0
-        """Step numbers: the last one planned, the last one completed, the first one planned after
-        the latest preemption, and the last one requested by the runner."""
-        self._in_flight: deque[PlannedStep] = deque()
-        self._depth = PipelineDepth(config.depth, config.max_depth)
-        self._unanswered = UnansweredTurns()
-        self._full_version = -1
-        """The prefill queue's `version` when prompts last filled the next step's budget; -1 if they
-        have not yet."""
         self._turns: list[Outgoing] = []
         self._out: list[Outgoing] = []
 
@@ -118,7 +139,7 @@ class Scheduler:
     def _process(self, event: Any) -> bool:
         """Process one event, or plan one more step if it is None. Return True if yet another step
         may be planned."""
-        before = self._planned
+        before = self._pipeline.planned
         if event is not None:
             self._handle(event)
         for forced in self._features.frequent["forced"]:
@@ -127,11 +148,11 @@ class Scheduler:
         if self._may_plan():
             self._plan()
         else:
-            self._admit_waiting()
-        self._release_held_slot()
-        can_plan_more = self._planned > before and self._may_plan()
+            self._admission.admit_waiting()
+        self._admission.release_held_slot()
+        can_plan_more = self._pipeline.planned > before and self._may_plan()
         self._send_turn(fence=before)
-        if (tokens := self._output.flush(self._completed)) is not None:
+        if (tokens := self._output.flush(self._pipeline.completed)) is not None:
             self._out.append((DETOKENIZER, tokens))
         return can_plan_more
 
@@ -151,10 +172,8 @@ class Scheduler:
             self._out += flush(self._turn)
         if self._turn.releases_blocks:
             self.budget.expect(self._turn.number, fence)
-        # With late planning, the block manager should have recorded all known tokens before the
-        # next plan.
-        may_wait = bool(self._in_flight) and self.config.plan_lead == "eager"
-        turn = self._turn.build(self._completed, fence, may_wait=may_wait)
+        pipeline = self._pipeline
+        turn = self._turn.build(pipeline.completed, fence, may_wait=pipeline.may_wait)
         if turn is not None:
             self._turns.append((BLOCKS, turn))
 
@@ -201,24 +220,14 @@ class Scheduler:
         if was_waiting:
             self._room.waiting.note_end(sequence)
         elif sequence.slot >= 0:
-            self._release_slot(sequence)
+            self._admission.release_slot(sequence)
         for feature in self._features:
             feature.close(sequence)
-
-    # -- blocks and slots -----------------------------------------------------------------
-
-    def _release_slot(self, sequence: Sequence) -> None:
-        self._turn.free(sequence.slot)
-        self.budget.release_slot(sequence.slot, fence=self._planned)
-        for feature in self._features:
-            feature.leave(sequence)
-        self._running.leave(sequence)
 
     def _on_answer(self, event: Answer) -> None:
         self._unanswered.note_answer(event.turn)
         self.budget.refund(int(event.refunds.sum()))
-        pairs = zip(event.uids.tolist(), event.hits.tolist(), strict=True)
-        admitted = [self._answer_admission(uid, hit) for uid, hit in pairs]
+        admitted = self._admission.answer(event)
         for feature in self._features:
             feature.answer(event, admitted)
         self._running.table.note_shared(event.slots, event.shared, event.turn)
@@ -228,198 +237,34 @@ class Scheduler:
             if (sequence := self.live.get(uid)) is not None:
                 self._fail(sequence, ends.TAINTED)
 
-    def _answer_admission(self, uid: int, hit: int) -> Sequence | None:
-        """Process the answer to the oldest unanswered admission, which must be that of `uid`. `hit`
-        is the number of tokens found in the prefix cache. Return the sequence if it starts running
-        now, else None."""
-        admission = self._unanswered.pop(uid)
-        sequence = admission.sequence
-        sequence.history.note_match(min(hit, sequence.prompt_length))
-        if admission.step:
-            self.statistics.discount_hits(hit)
-        slot = sequence.slot
-        if (
-            slot < 0 or self._running.table.admission_turns[slot] != admission.turn
-        ):  # the sequence has given up that slot
-            return None
-        self._running.table.shared[slot] = 0
-        if sequence.phase is not Phase.MATCHING:
-            return None
-        sequence.run()
-        self._running.start(slot, hit)
-        return sequence
-
-    def _admit_waiting(self) -> None:
-        """Admit sequences from the head of the queue while the next step has token budget left for
-        them."""
-        if not self._room.waiting or self._running.prefills.version == self._full_version:
-            return
-        budget = self.config.max_num_batched_tokens - self._running.prefills.num_left
-        while self.budget.free_slots and budget > 0:
-            if (head := self._room.head) is None:
-                return
-            blocks = -(-head.length // self.config.block_size)
-            # A preempted sequence can be admitted only once all its results have arrived (known ==
-            # scheduled).
-            if (
-                head.last_step > self._completed
-                or self.budget.credits < blocks + self._reserved_blocks()
-            ):
-                return
-            # Wait for a running prompt to compute the shared prefix: a block can be found in the
-            # prefix cache as soon as the step that computes it is planned.
-            may_hit = self.config.prefix_caching and head.is_prompt_read
-            if may_hit and self._running.prefills.will_compute_prefix_of(head):
-                return
-            self._room.waiting.pop(head)
-            self._admit(head, blocks)
-            budget -= head.target
-        if budget <= 0:
-            self._full_version = self._running.prefills.version
-
-    def _reserved_blocks(self) -> int:
-        """Return the number of free blocks that admissions must leave for running sequences.
-
-        Without this reserve, a preempted sequence would take back the blocks that it had to give
-        up. A few more blocks, up to one for each running sequence, avoid another preemption right
-        away.
-        """
-        if not len(self._running):
-            return 0
-        _, starving = self._running.table.readiness()
-        needed = int(np.count_nonzero(starving)) + len(self._running.starving)
-        return needed + min(len(self._running), self.config.blocks // 64)
-
-    def _available_pages(self) -> int:
-        """Return the number of encoder-cache pages that admissions may spend."""
-        return self.items.budget.credits
-
-    def _release_held_slot(self) -> None:
-        """Release the slot of a held sequence (one that waits for its caller) if another sequence
-        waits for a slot and no step or answer is outstanding. Only one slot is released at a time:
-        the blocks that it frees are counted before the next release."""
-        is_busy = self._in_flight or self.budget.oldest_unanswered is not None
-        if is_busy or self._room.head is None:
-            return
-        candidates = [
-            yield_candidate() for yield_candidate in self._features.frequent["sequence_to_yield"]
-        ]
-        if (sequence := next(filter(None, candidates), None)) is not None:
-            self._release_slot(sequence)
-            sequence.hold()
-
-    def _admit(self, sequence: Sequence, blocks: int) -> None:
-        self.budget.debit(blocks)
-        self._running.enter(sequence, self.budget.allocate_slot(), blocks)
-        self._unanswered.note_admission(self._turn.number, sequence)
-        self._turn.admit(sequence, blocks)
-        self._note_admission(sequence)
-
-    def _note_admission(self, sequence: Sequence) -> None:
-        self._running.table.admission_turns[sequence.slot] = self._turn.number
-        for feature in self._features:
-            feature.admit(sequence, self._turn.number)
-
-    def _grant_blocks(self, starving: list[Sequence]) -> list[Sequence]:
-        """Grant one more block to as many of these sequences as possible, in the order in which
-        they ran out of blocks. Return those that received one; the others skip this step. Preempts
-        the youngest running sequences if there are too few blocks."""
-        step = self._planned + 1
-        self._preempt_for(starving)
-        queue = [s for s in starving if s.slot >= 0]  # the others have just been preempted
-        queue.sort(key=lambda s: (s.starved_since or step, s.priority_key))
-        granted, denied = queue[: self.budget.credits], queue[self.budget.credits :]
-        self.budget.debit(len(granted))
-        self._running.table.grow([sequence.slot for sequence in granted])
-        for sequence in granted:
-            sequence.record_starved(0)
-        for sequence in denied:
-            sequence.record_starved(step)
-        return granted
-
-    def _preempt_for(self, starving: list[Sequence]) -> None:
-        """Preempt the youngest sequences until a block is, or will be, available for each sequence
-        in `starving`.
-
-        Nothing is preempted if the free blocks suffice, including those that become free after the
-        steps in flight. If the block manager has not yet reported all freed blocks, preemption is
-        delayed by up to `depth` steps.
-        """
-        step = self._planned + 1
-        missing = len(starving) - self.budget.credits - self.budget.pending
-        since = max(self._preempted_at, min(s.starved_since or step for s in starving))
-        answered = self.budget.oldest_unanswered is None
-        if missing <= 0 or (step < since + self.config.depth and not answered):
-            return
-        while missing > 0 and len(self._running) > 1:
-            victim = self._running.youngest
-            missing -= max(1, victim.num_freeable_blocks) + (victim in starving)
-            self._preempt(victim)
-        self._preempted_at = step
-
-    def _preempt(self, victim: Sequence) -> None:
-        """Preempt a sequence: release its slot and queue it again. If it can continue only after
-        its caller has chosen its next token, it is not queued until then. The sequence still
-        receives its tokens from steps in flight, and can be admitted again once they have
-        arrived."""
-        self.statistics.preemptions += 1
-        steps = [p.step for p in self._in_flight if p.has_row(victim.slot)]
-        victim.note_preemption(max(steps, default=0))
-        is_computed = victim.is_computed
-        self._release_slot(victim)
-        if is_computed:
-            victim.hold()
-        else:
-            self._room.waiting.push(victim)
-
-    def _rewind(self, sequence: Sequence) -> None:
-        self._output.discard_results(sequence, self._planned)
-        if sequence.slot >= 0:
-            self._running.rewind(sequence)
-
     # -- steps ----------------------------------------------------------------------------
 
     def _may_plan(self) -> bool:
-        if not self._depth.has_room(self._in_flight, stepwise=bool(self._running.stepwise)):
-            return False
-        # The number of freed blocks must be known within `depth` steps, however slow the block
-        # manager is.
-        unanswered = self.budget.oldest_unanswered
-        if unanswered is not None and self._planned >= unanswered + self.config.depth:
-            return False
-        at_once = self.config.plan_lead == "eager" or not self._in_flight
-        return at_once or self._requested > self._planned
-
-    def _on_step_wanted(self, event: StepWanted) -> None:
-        self._requested = max(self._requested, event.step)
+        return self._pipeline.may_plan(stepwise=bool(self._running.stepwise))
 
     def _plan(self) -> None:
         """Plan one step: all sequences that decode, then prompts within the remaining token budget.
         Waiting sequences are admitted between the two, so that they are not preempted
         immediately."""
         decode_batch, grown, num_skipped = self._choose_decodes()
-        self._admit_waiting()
+        self._admission.admit_waiting()
         num_decodes, turn = len(decode_batch.slots), self._turn.number
         prefilling = self._running.prefills.running
         encodings = [feature.plan_encoding(prefilling) for feature in self._features if prefilling]
         slices = next((slices for slices in encodings if slices is not None), None)
         budget = self.config.max_num_batched_tokens - num_decodes
         rows = self._running.prefills.choose_rows(budget, turn)
+        step = self._pipeline.planned + 1
         extra_rows: list[PlannedRow] = []
         if rows or self._running.stepwise:
-            extra_rows = [
-                row for f in self._features for row in f.plan_rows(self._planned + 1, rows)
-            ]
+            extra_rows = [row for f in self._features for row in f.plan_rows(step, rows)]
         if not num_decodes and not rows and slices is None and not extra_rows:
             return
-        self._planned += 1
         if rows:
-            self._unanswered.note_first_rows(
-                turn, self._planned, {row.sequence.uid for row in rows}
-            )
+            self._unanswered.note_first_rows(turn, step, {row.sequence.uid for row in rows})
         rows += extra_rows
-        planned = PlannedStep(self._planned, decode_batch, rows, encodes=slices is not None)
-        self._in_flight.append(planned)
+        planned = PlannedStep(step, decode_batch, rows, encodes=slices is not None)
+        self._pipeline.add(planned)
         self._turn.plan(planned, grown, slices)
         self.statistics.count_step(planned.num_positions, num_decodes, num_skipped)
 
@@ -437,7 +282,7 @@ class Scheduler:
         granted: list[Sequence] = []
         ready, starving = table.readiness()
         if blocked or starving.any():
-            granted = self._grant_blocks(
+            granted = self._grants.grant(
                 [*self._running.owners(np.flatnonzero(starving)), *blocked]
             )
             ready, starving = table.readiness()
@@ -448,11 +293,7 @@ class Scheduler:
     # -- results --------------------------------------------------------------------------
 
     def _on_step_done(self, event: StepDone) -> None:
-        due = self._in_flight.popleft() if self._in_flight else None
-        planned = check_due(due, event, self._running)
-        planned.note_begin(event.began)
-        self._depth.note_step(planned, event.seconds)
-        self._completed = event.step
+        planned = self._pipeline.complete(event, self._running)
         self.budget.complete(event.step)
         for note_done in self._features.frequent["note_done"]:
             note_done(event.step)
@@ -507,7 +348,8 @@ class Scheduler:
     def is_stalled(self) -> bool:
         """True if live sequences cannot make progress although planning is not paused: no step is
         in flight, and no feature waits for another actor or a caller."""
-        idle = bool(self.live) and not self._in_flight and not self._depth.is_paused
+        pipeline = self._pipeline
+        idle = bool(self.live) and not pipeline.in_flight and not pipeline.depth.is_paused
         return idle and not any(feature.is_waiting for feature in self._features)
 
     def figures(self) -> dict[str, Any]:
@@ -521,14 +363,15 @@ class Scheduler:
             "tombstones": len(self.arrivals.tombstones),
             "credits": self.budget.credits,
             "blocks": self.config.blocks,
-            "paused": int(self._depth.is_paused),
+            "paused": int(self._pipeline.depth.is_paused),
             **{name: n for part in self._features for name, n in part.figures().items()},
         }
 
     def check_idle(self) -> None:
         """Raise `ProtocolBug` if blocks, slots or features' resources are held although no request
         is live."""
-        if not self.live and not self._in_flight and self.budget.oldest_unanswered is None:
+        idle = not self.live and not self._pipeline.in_flight
+        if idle and self.budget.oldest_unanswered is None:
             self.budget.check_idle()
             for feature in self._features:
                 feature.check_idle()
@@ -538,12 +381,12 @@ class Scheduler:
         Reject: lambda self, event: self.arrivals.reject(event),
         Resume: lambda self, event: self.arrivals.resume(event),
         Abort: _on_abort,
-        Pause: lambda self, event: self._depth.pause(event.paused),
+        Pause: lambda self, event: self._pipeline.depth.pause(event.paused),
         ForgetIndex: lambda self, event: self._turn.forget_index(event.number),
         Stop: _on_stop,
         Answer: _on_answer,
         StepDone: _on_step_done,
-        StepWanted: _on_step_wanted,
+        StepWanted: lambda self, event: self._pipeline.request(event.step),
     }
     """Handlers of the events that the scheduler processes itself, by event class."""
     EVENTS: ClassVar[frozenset[type]] = frozenset(HANDLERS).union(

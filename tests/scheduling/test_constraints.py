@@ -59,8 +59,10 @@ class Turn:
 def constraints_of(*answers, ranks=1):
     """Constraints with these running, and those that went on behind their newest token."""
     lowered = []
-    running = SimpleNamespace(constrained=list(answers))
-    constraints = Constraints(running, lowered.append, ranks=ranks)
+    running = SimpleNamespace(constrained=list(answers), rewind=lowered.append)
+    output = SimpleNamespace(discard_results=lambda sequence, step: None)
+    pipeline = SimpleNamespace(planned=0)
+    constraints = Constraints(running, output, pipeline, ranks=ranks)
     for answer in answers:
         constraints.admit(answer, turn=1)
     return constraints, lowered

@@ -103,8 +103,8 @@ def test_a_step_more_is_planned_where_a_constrained_sequence_runs_beside_others(
     uids = [one.uid for turn in turns for one in turn.admissions]
     plans = heard(answered(turns[-1], uids))
     while told < min(len(plans), 12):
-        counts = logic._in_flight[0].counts.tolist()
-        tokens = [1] * logic._in_flight[0].num_sampled
+        counts = logic._pipeline.in_flight[0].counts.tolist()
+        tokens = [1] * logic._pipeline.in_flight[0].num_sampled
         message = dataclasses.replace(done(plans[told], tokens, counts))
         plans = heard(dataclasses.replace(message, seconds=0.0018))
         told += 1

@@ -35,7 +35,7 @@ def test_what_is_sampled_is_told_and_nothing_follows():
     logic = held()
     assert logic.figures()["held"] == 3
     assert [s.length for s in logic.live.values()] == [9, 9, 9]
-    assert not logic._in_flight
+    assert not logic._pipeline.in_flight
     assert not logic.is_stalled  # for its caller, which is no stall
 
 

@@ -74,8 +74,8 @@ def test_who_is_preempted_comes_back_when_its_results_are_in():
     first = turn_of(logic.handle(admit(range(5), 1)))
     logic.handle(answered(first, [0]))
     victim = logic.live[0]
-    assert len(logic._in_flight) == 3
-    logic._preempt(victim)
+    assert len(logic._pipeline.in_flight) == 3
+    logic._grants.preempt(victim)
     turn = turn_of(logic.handle(StepWanted(0)))
     assert turn.frees.tolist() == [0]
     logic.handle(answered(turn, freed=[(3, 2)]))
@@ -93,7 +93,7 @@ def test_what_was_found_first_is_told_though_its_slot_is_given_up():
     first = turn_of(logic.handle(admit(range(8), 1)))
     assert first.plan is not None
     sequence = logic.live[0]
-    logic._preempt(sequence)
+    logic._grants.preempt(sequence)
     logic.handle(answered(first, [0]))
     assert (sequence.slot, sequence.history.cached_tokens) == (-1, 0)
 
@@ -107,12 +107,12 @@ def test_who_starves_longest_is_fed_first():
     one, two, three, four, five = logic._running
     budget = logic.budget
     budget._fenced_blocks.append((1_000, 9))  # so nobody is preempted
-    logic._planned, budget._credits = 9, 1
-    assert logic._grant_blocks([two, four]) == [two]
-    logic._planned, budget._credits = 10, 2
-    assert logic._grant_blocks([one, two, four, five]) == [four, one]
-    logic._planned, budget._credits = 11, 1
-    assert logic._grant_blocks([three, two, five]) == [two]
+    logic._pipeline.planned, budget._credits = 9, 1
+    assert logic._grants.grant([two, four]) == [two]
+    logic._pipeline.planned, budget._credits = 10, 2
+    assert logic._grants.grant([one, two, four, five]) == [four, one]
+    logic._pipeline.planned, budget._credits = 11, 1
+    assert logic._grants.grant([three, two, five]) == [two]
 
 
 def test_a_step_in_which_nothing_changes_is_small():
@@ -129,9 +129,9 @@ def test_a_step_in_which_nothing_changes_is_small():
         heard(admit([uid, 1, 2], 1, uid))
     heard(manager.take_answer())
     for _ in range(4):
-        planned = logic._in_flight[0]
+        planned = logic._pipeline.in_flight[0]
         heard(done(steps[-1][0], [1] * planned.num_sampled, planned.counts.tolist()))
-    assert logic._in_flight[0].num_sampled == 8
+    assert logic._pipeline.in_flight[0].num_sampled == 8
     assert len(encode(steps[-1][1]).meta) < 120
 
 

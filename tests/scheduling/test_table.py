@@ -8,7 +8,7 @@ from hypothesis import Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from nanoactor.scheduling.sequences.table import RunningTable
+from nanoactor.scheduling.sequences.table import RunningTable, ScheduledPositions
 
 SLOTS, LENGTH, BLOCK = 5, 40, 4
 
@@ -281,3 +281,19 @@ def test_a_step_of_a_thousand_rows_takes_a_few_array_operations():
         sys.setprofile(None)
     assert steady == 0
     assert len(calls) < 60
+
+
+def test_positions_of_a_steady_batch_are_counted_and_added_when_it_ends():
+    positions = ScheduledPositions(3)
+    positions.reset(0, 4)
+    positions.add(2, 5)
+    batch = positions.decode(np.array([0, 2]), np.array([7, 9]))
+    for _ in range(2):
+        assert positions.decode_again() is batch
+    assert positions.decode_again() is None  # the first has reached its end
+    assert positions.by_slot.tolist() == [7, 0, 8]
+    assert positions.decode(np.array([0, 2]), np.array([9, 9])) is batch
+    positions.end_batch()
+    assert positions.decode_again() is None
+    positions.lower(2, 3)
+    assert [positions.at(slot) for slot in range(3)] == [8, 0, 3]

@@ -49,6 +49,9 @@ class Seam:
 Planted = Mutation | Seam
 
 SCHEDULER = "nanoactor.scheduling.scheduler"
+ADMITTING = "nanoactor.scheduling.admission"
+PREEMPTION = "nanoactor.scheduling.preemption"
+PIPELINE = "nanoactor.scheduling.steps.pipeline"
 ADMISSION = "nanoactor.admission.admission"
 BOOK = "nanoactor.grammar.book"
 READMISSION = "nanoactor.recovery.readmission"
@@ -175,10 +178,10 @@ _PATCHES = [
     ),
     Mutation(
         "abort and finish both free",
-        SCHEDULER,
+        ADMITTING,
         "        self._turn.free(sequence.slot)\n",
         "        self._turn.free(sequence.slot)\n"
-        "        if any(p.has_row(sequence.slot) for p in self._in_flight):\n"
+        "        if any(p.has_row(sequence.slot) for p in self._pipeline.in_flight):\n"
         "            self._turn.free(sequence.slot)\n",
     ),
     Mutation(
@@ -378,13 +381,13 @@ _PATCHES = [
     ),
     Mutation(
         "nobody is preempted",
-        SCHEDULER,
-        "while missing > 0 and len(self._running) > 1:",
+        PREEMPTION,
+        "while missing > 0 and len(running) > 1:",
         "while False:",
     ),
     Mutation(
         "everybody is preempted",
-        SCHEDULER,
+        PREEMPTION,
         "missing -= max(1, victim.num_freeable_blocks) + (victim in starving)",
         "missing -= 0",
     ),
@@ -414,21 +417,21 @@ _PATCHES = [
     ),
     Mutation(
         "more is matched than a step has tokens for",
-        SCHEDULER,
-        "while self.budget.free_slots and budget > 0:",
-        "while self.budget.free_slots:",
+        ADMITTING,
+        "while room.budget.free_slots and budget > 0:",
+        "while room.budget.free_slots:",
     ),
     Mutation(
         "a late answer does not hold up the plans",
-        SCHEDULER,
-        "if unanswered is not None and self._planned >= unanswered + self.config.depth:",
+        PIPELINE,
+        "if unanswered is not None and self.planned >= unanswered + self._min_depth:",
         "if False:",
     ),
     Mutation(
         "a step is planned before it is wanted",
-        SCHEDULER,
-        "return at_once or self._requested > self._planned",
-        "return at_once or self._requested >= self._planned",
+        PIPELINE,
+        "return at_once or self._requested > self.planned",
+        "return at_once or self._requested >= self.planned",
     ),
     Mutation(
         "a credits message is sent although its edge is full",
@@ -777,7 +780,7 @@ _PATCHES = [
     ),
     Mutation(
         "a prompt is scored again after a preemption",
-        SCHEDULER,
+        PREEMPTION,
         "        is_computed = victim.is_computed\n",
         "        is_computed = victim.is_computed\n"
         "        if victim.scores is not None:\n            victim.scores.scored = 0\n",
@@ -862,7 +865,7 @@ _PATCHES = [
     ),
     Mutation(
         "a sequence whose free text is over goes on where it is",
-        SCHEDULER,
+        CONSTRAINTS,
         "        if sequence.slot >= 0:\n            self._running.rewind(sequence)\n",
         "        if sequence.slot >= 0:\n            self._running.resume(sequence)\n",
     ),
@@ -1070,13 +1073,13 @@ _PATCHES = [
     ),
     Mutation(
         "who has given up its place while held waits in the queue",
-        SCHEDULER,
+        ADMITTING,
         "            sequence.hold()\n",
         "            self._room.waiting.push(sequence)\n",
     ),
     Mutation(
         "a preempted answer whose token is under way waits in the queue",
-        SCHEDULER,
+        PREEMPTION,
         "        is_computed = victim.is_computed\n",
         "        is_computed = False\n",
     ),
@@ -1663,9 +1666,9 @@ RARE = [
     ),
     Mutation(
         "a preempted sequence comes back before its results are in",
-        SCHEDULER,
-        "head.last_step > self._completed\n                or self.budget",
-        "self.budget",
+        ADMITTING,
+        "head.last_step > self._pipeline.completed or room.credits",
+        "room.credits",
     ),
     Mutation(
         "followers are forgotten when the first sequence ends",

@@ -178,12 +178,14 @@ class Oracle:
         self._page_use = np.zeros(self._scenario.encoder_pages, np.int64)
         pool = self.manager.pool
         self._allocate, self._remember = pool.allocate, pool.remember
-        self._release, self._preempt = pool.release, self.scheduler._preempt
+        self._release, grants = pool.release, self.scheduler._grants
         self._released |= dict.fromkeys(pool._cached, 0)  # in the order of `min`
         self._check_survivors()
         pool.allocate, pool.remember = self.allocate, self.remember
-        pool.release, self.scheduler._preempt = self.release, self.preempt
-        self._admit, self.scheduler._admit = self.scheduler._admit, self.admit
+        pool.release = self.release
+        self._preempt, grants.preempt = grants.preempt, self.preempt
+        admission = self.scheduler._admission
+        self._admit, admission._admit = admission._admit, self.admit
         self._forget, self.manager._forget_index = self.manager._forget_index, self.forget_index
         self._plan, self.scheduler._plan = self.scheduler._plan, self.plan
         self._beside_stepwise = False
@@ -491,10 +493,10 @@ class Oracle:
             self._check_slot(slot)
         self._matches += len(copies)
         self._planned_slots[plan.step] = self._decode_slots | set(plan.rows.slots.tolist())
-        in_flight = plan.step - self.scheduler._completed
+        in_flight = plan.step - self.scheduler._pipeline.completed
         assert in_flight <= self._scenario.most_in_flight, f"{in_flight} steps in flight"
         if in_flight > self._scenario.depth:
-            self._check_short(list(self.scheduler._in_flight)[: in_flight - 1])
+            self._check_short(list(self.scheduler._pipeline.in_flight)[: in_flight - 1])
 
     def _is_paused(self) -> bool:
         """Whether no step is to be planned, and the scheduler has been told."""
@@ -555,18 +557,18 @@ class Oracle:
 
     def plan(self) -> None:
         """Steps are filled up, oldest first, and no step is planned too early."""
-        scheduler, step = self.scheduler, self.scheduler._planned + 1
-        idle = not scheduler._in_flight
+        scheduler, step = self.scheduler, self.scheduler._pipeline.planned + 1
+        idle = not scheduler._pipeline.in_flight
         # The last of them may end while the step is planned.
         self._beside_stepwise = bool(scheduler._running.stepwise)
         before = {s.uid: s.scheduled for s in scheduler._running}
         self._plan()
-        if scheduler._planned < step:
+        if scheduler._pipeline.planned < step:
             return
         if self._scenario.plan_lead == "late":
             assert idle or self._wanted >= step, f"step {step} is planned before it is wanted"
             self.counts["planned as wanted"] += not idle
-        planned = scheduler._in_flight[-1]
+        planned = scheduler._pipeline.in_flight[-1]
         rows = scheduler._running.sequences_in(planned)
         held = [s.uid for s in rows if s.is_held]
         assert not held, f"step {step} has rows of {held}, which are held"
@@ -623,7 +625,7 @@ class Oracle:
         """A stream that runs is in every step, or sits out within the bound."""
         scheduler = self.scheduler
         preemptions = scheduler.statistics.preemptions
-        for planned in list(scheduler._in_flight):
+        for planned in list(scheduler._pipeline.in_flight):
             if planned.step <= steps_before:
                 continue
             rows = {sequence.uid for sequence in scheduler._running.sequences_in(planned)}
@@ -756,7 +758,7 @@ class Oracle:
         self, source: str, target: str, message: Any
     ) -> None:
         """A message is about to be handled."""
-        self._steps_before = self.scheduler._planned
+        self._steps_before = self.scheduler._pipeline.planned
         self._yielded = 0
         match message:
             case Turn():
@@ -773,7 +775,7 @@ class Oracle:
                         self._check_slot(sequence.slot)
             case StepDone():
                 self._began[message.step] = message.began
-                due = self.scheduler._in_flight[len(self.scheduler._unanswered.held_back)]
+                due = self.scheduler._pipeline.in_flight[len(self.scheduler._unanswered.held_back)]
                 rows = [row for row in due.rows if row.samples]
                 free = [row.sequence for row in rows if not row.is_choice]
                 decoding = self.scheduler._running.owners(due.decode_batch.slots)

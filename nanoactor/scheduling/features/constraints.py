@@ -12,7 +12,6 @@ newest token that the host has received, and its results from steps in flight ar
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import ClassVar
 
 import numpy as np
@@ -38,6 +37,8 @@ from nanoactor.scheduling.sequences import ends
 from nanoactor.scheduling.sequences.free_text import NO_GATE
 from nanoactor.scheduling.sequences.grammar_state import GrammarState
 from nanoactor.scheduling.sequences.sequence import Phase, Sequence
+from nanoactor.scheduling.steps.output import OutputBuffer
+from nanoactor.scheduling.steps.pipeline import Pipeline
 from nanoactor.scheduling.steps.planned import PlannedRow, as_int32, as_int64
 from nanoactor.scheduling.steps.queues import RunningBatch
 from nanoactor.scheduling.steps.turns import TurnBuilder
@@ -50,15 +51,16 @@ class Constraints(Feature):
     def __init__(
         self,
         running: RunningBatch,
-        rewind: Callable[[Sequence], None],
+        output: OutputBuffer,
+        pipeline: Pipeline,
         *,
         ranks: int,
         jumps: bool = True,
     ) -> None:
-        """`rewind` makes a sequence continue after its newest known token and discards its results
-        from steps in flight. If `jumps` is True, tokens that the grammar forces are appended
-        without sampling."""
-        self._running, self._rewind, self._jumps = running, rewind, jumps
+        """`output` and `pipeline` are used to discard results of steps in flight. If `jumps` is
+        True, tokens that the grammar forces are appended without sampling."""
+        self._running, self._output, self._pipeline = running, output, pipeline
+        self._jumps = jumps
         self._out: list[Outgoing] = []
         self._finished: list[int] = []
         """Uids of finished sequences whose masks the runners may drop."""
@@ -138,6 +140,13 @@ class Constraints(Feature):
         self._out.append((GRAMMAR, BeginGrammar(sequence.uid, sequence.length, covered)))
         self._masks.request(sequence.uid, sequence.length)
         self._rewind(sequence)
+
+    def _rewind(self, sequence: Sequence) -> None:
+        """Make a sequence continue after its newest known token, and discard its results from steps
+        in flight."""
+        self._output.discard_results(sequence, self._pipeline.planned)
+        if sequence.slot >= 0:
+            self._running.rewind(sequence)
 
     # -- masks and forced tokens ----------------------------------------------------------
 

@@ -126,18 +126,23 @@ _FREQUENT = (
 class Features:
     """All features of a scheduler, in the order in which their hooks are called."""
 
-    def __init__(self, *features: Feature) -> None:
-        self._every = features
-        self.by_event = {kind: feature for feature in features for kind in feature.HANDLERS}
+    def __init__(self) -> None:
+        self._every: list[Feature] = []
+        self.by_event: dict[type, Feature] = {}
         """The feature that handles each class of event."""
-        self.frequent: dict[str, list[Callable[..., Any]]] = {}
+        self.frequent: dict[str, list[Callable[..., Any]]] = {hook: [] for hook in _FREQUENT}
         """Bound methods by hook name, for hooks that are called on most events. Only methods that
         override the default are listed: in a decode-only step, calling the empty defaults would
         take longer than everything else."""
+
+    def add(self, *features: Feature) -> None:
+        """Add features after those added before."""
+        self._every += features
+        self.by_event |= {kind: feature for feature in features for kind in feature.HANDLERS}
         for hook in _FREQUENT:
             default = getattr(Feature, hook)
             overriding = [f for f in features if getattr(type(f), hook) is not default]
-            self.frequent[hook] = [getattr(feature, hook) for feature in overriding]
+            self.frequent[hook] += [getattr(feature, hook) for feature in overriding]
 
     def __iter__(self) -> Iterator[Feature]:
         """Iterate over the features in the order in which their hooks are called."""
