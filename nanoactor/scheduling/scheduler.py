@@ -340,10 +340,6 @@ class Scheduler:
 
     # -- inspection -----------------------------------------------------------------------
 
-    def uids_of(self, slots: Int32) -> list[int]:
-        """Return the uid of the sequence in each of these slots. The slots must be occupied."""
-        return list(map(int, self._running.table.uids[slots]))
-
     @property
     def is_stalled(self) -> bool:
         """True if live sequences cannot make progress although planning is not paused: no step is
