@@ -78,7 +78,7 @@ class Scheduler:
         self._output = OutputBuffer(self._running, self.statistics)
         self._turn = TurnBuilder(self._running.table)
         self.items = Pictures(config.encoder)
-        self._pipeline = Pipeline(config, self.budget)
+        self._pipeline = Pipeline(config, self.budget, self._running)
         self.constraints = Constraints(
             self._running,
             self._output,
@@ -145,12 +145,12 @@ class Scheduler:
         for forced in self._features.frequent["forced"]:
             for sequence, run in forced():
                 self._jump(sequence, run)
-        if self._may_plan():
+        if self._pipeline.may_plan():
             self._plan()
         else:
             self._admission.admit_waiting()
         self._admission.release_held_slot()
-        can_plan_more = self._pipeline.planned > before and self._may_plan()
+        can_plan_more = self._pipeline.planned > before and self._pipeline.may_plan()
         self._send_turn(fence=before)
         if (tokens := self._output.flush(self._pipeline.completed)) is not None:
             self._out.append((DETOKENIZER, tokens))
@@ -239,9 +239,6 @@ class Scheduler:
 
     # -- steps ----------------------------------------------------------------------------
 
-    def _may_plan(self) -> bool:
-        return self._pipeline.may_plan(stepwise=bool(self._running.stepwise))
-
     def _plan(self) -> None:
         """Plan one step: all sequences that decode, then prompts within the remaining token budget.
         Waiting sequences are admitted between the two, so that they are not preempted
@@ -293,7 +290,7 @@ class Scheduler:
     # -- results --------------------------------------------------------------------------
 
     def _on_step_done(self, event: StepDone) -> None:
-        planned = self._pipeline.complete(event, self._running)
+        planned = self._pipeline.complete(event)
         self.budget.complete(event.step)
         for note_done in self._features.frequent["note_done"]:
             note_done(event.step)

@@ -17,9 +17,10 @@ class Pipeline:
     """The steps in flight: those that are planned and whose results have not been processed.
     Decides whether the scheduler may plan another step."""
 
-    def __init__(self, config: SchedulerConfig, budget: BlockBudget) -> None:
-        """`budget` counts the free blocks and tells which freed blocks are not reported yet."""
-        self._budget, self._min_depth = budget, config.depth
+    def __init__(self, config: SchedulerConfig, budget: BlockBudget, running: RunningBatch) -> None:
+        """`budget` tells whether freed blocks are still to be reported. `running` contains the
+        sequences for which steps are planned."""
+        self._budget, self._running, self._min_depth = budget, running, config.depth
         self._is_eager = config.plan_lead == "eager"
         self.depth = PipelineDepth(config.depth, config.max_depth)
         self.in_flight: deque[PlannedStep] = deque()
@@ -27,10 +28,9 @@ class Pipeline:
         """Step numbers: the last one planned, the last one completed, and the last one requested by
         the runner."""
 
-    def may_plan(self, *, stepwise: bool) -> bool:
-        """Return True if another step may be planned now. `stepwise` is as in
-        `PipelineDepth.has_room`."""
-        if not self.depth.has_room(self.in_flight, stepwise=stepwise):
+    def may_plan(self) -> bool:
+        """Return True if another step may be planned now."""
+        if not self.depth.has_room(self.in_flight, stepwise=bool(self._running.stepwise)):
             return False
         # The number of freed blocks must be known within `depth` steps, however slow the block
         # manager is.
@@ -49,11 +49,11 @@ class Pipeline:
         self.planned = planned.step
         self.in_flight.append(planned)
 
-    def complete(self, event: StepDone, running: RunningBatch) -> PlannedStep:
+    def complete(self, event: StepDone) -> PlannedStep:
         """Remove the oldest step in flight, whose results have arrived, and return it. Raises
         `ProtocolBug` if `event` does not match that step."""
         due = self.in_flight.popleft() if self.in_flight else None
-        planned = check_due(due, event, running)
+        planned = check_due(due, event, self._running)
         planned.note_begin(event.began)
         self.depth.note_step(planned, event.seconds)
         self.completed = event.step
