@@ -1,55 +1,25 @@
-"""The grammar actor, which computes token masks for constrained sequences and compiles grammars on
-worker threads."""
+"""The grammar actor, which computes token masks for constrained sequences, while worker threads
+compile grammars."""
 
 from __future__ import annotations
 
 import functools
-import logging
-import os
-import threading
 import time
 from collections import deque
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from nanoactor.errors import InvalidRequest, OutOfResources, out_of_resources
-from nanoactor.grammar.book import FillMasks, GrammarBook, MatcherError, SequenceMatcher
+from nanoactor.errors import out_of_resources
+from nanoactor.grammar.book import FillMasks, GrammarBook
+from nanoactor.grammar.compile_threads import Compiled, CompilerThreads
 from nanoactor.messages.grammar import BeginGrammar, CloseGrammars, GrammarTokens, OpenGrammar
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
-from nanoactor.runtime.errors import is_out_of_resources
-from nanoactor.runtime.native import native_calls
-from nanoactor.runtime.worker_thread import WorkerThread
 from nanoactor.setup.actors import MAX_MASKS_PER_MESSAGE, ActorConfig
-
-if TYPE_CHECKING:
-    from nanoactor.grammar.compiling import GrammarCompiler
-
-log = logging.getLogger("nanoactor.grammar")
 
 # Maximum number of recent masks whose times are recorded.
 _MAX_TIMES = 4096
 # Number of masks that the parser's threads compute in one batch.
 _BATCH = 16
-# Maximum length of a small grammar, in characters. Longer ones are compiled on a separate thread.
-_SMALL_GRAMMAR = 16 * 1024
-_FAILED = "the grammar could not be parsed; the log has the parser's error"
-
-
-def _make_compiler(config: ActorConfig) -> GrammarCompiler | InvalidRequest:
-    """Return a grammar compiler; if it cannot be created, return the error with which grammars are
-    rejected."""
-    try:
-        with native_calls():
-            from nanoactor.grammar.compiling import GrammarCompiler
-
-            return GrammarCompiler(config.files)
-    except Exception as error:
-        log.error(
-            "the grammar compiler cannot be created, so structured outputs will be refused",
-            exc_info=error,
-        )
-        line = " ".join(str(error).split())[:300]
-        return InvalidRequest(f"this model does not support structured outputs: {line}")
 
 
 class GrammarActor(Actor):
@@ -60,16 +30,9 @@ class GrammarActor(Actor):
     def __init__(self, config: ActorConfig) -> None:
         self._config = config
         self._book = self._new_book()
-        # Large grammars take a long time to compile, and small ones must not wait for them.
-        self._small = WorkerThread("compile")
-        self._large = WorkerThread("compile large")
-        self._compiler: GrammarCompiler | InvalidRequest | None = None
-        """Compiler, created by the first thread that needs it. If it is an error, every grammar is
-        rejected with that error."""
-        self._compiler_lock = threading.Lock()
-        self._has_started_reading = self._is_turn_scheduled = False
-        """True if reading of the vocabulary has begun, and True if another call of `_turn` is
-        scheduled."""
+        self._threads = CompilerThreads(config.files, self._set_fill)
+        self._is_turn_scheduled = False
+        """True if another call of `_turn` is scheduled."""
         self._num_masks = 0
         self._mask_times: deque[int] = deque(maxlen=_MAX_TIMES)
         self._num_compiled = 0
@@ -91,26 +54,11 @@ class GrammarActor(Actor):
         super().start(context, ready)
         self._runners = context.outbox("runners")
         self._scheduler = context.outbox("scheduler")
-        self._start_reading()
+        self._threads.start_reading()
 
-    def _start_reading(self) -> None:
-        if not self._has_started_reading:
-            self._has_started_reading = True
-            self._small.put(self._read_vocabulary, lambda result: None)
-
-    def _read_vocabulary(self) -> None:
-        """Create the compiler, which reads the vocabulary. Runs on a worker thread."""
-        with self._compiler_lock:
-            if self._compiler is None:
-                self._compiler = _make_compiler(self._config)
-                if not isinstance(self._compiler, InvalidRequest):
-                    self._set_fill(self._compiler.parallel_fill(len(os.sched_getaffinity(0))))
-
-    def _set_fill(self, fill: FillMasks | None) -> None:
-        """Use `fill` to compute several masks in parallel. If it is None, masks are computed one by
-        one."""
-        if fill is not None:
-            self._book.batch, self._book.fill = _BATCH, fill
+    def _set_fill(self, fill: FillMasks) -> None:
+        """Use `fill` to compute several masks in parallel. Called on a worker thread."""
+        self._book.batch, self._book.fill = _BATCH, fill
 
     def handlers(self) -> Mapping[type, Handler]:
         """Return the handlers for the beginning, the tokens and the end of constrained
@@ -132,12 +80,11 @@ class GrammarActor(Actor):
         }
 
     def _on_open(self, event: OpenGrammar) -> None:
-        self._book.open(event)
-        thread = self._small if len(event.grammar) <= _SMALL_GRAMMAR else self._large
         book = self._book
-        on_compiled = functools.partial(self.context.call_soon, self._on_compiled, book, event.uid)
+        book.open(event)
+        done = functools.partial(self.context.call_soon, self._on_compiled, book, event.uid)
         try:
-            thread.put(functools.partial(self._compile, book, event.grammar), on_compiled)
+            self._threads.compile(event.grammar, lambda: book is self._book, done)
         except RuntimeError as error:  # no thread can be started
             book.set_matcher(event.uid, out_of_resources(error))
             self._report()
@@ -175,38 +122,7 @@ class GrammarActor(Actor):
         if self._is_turn_scheduled:
             self.context.call_soon(self._turn)
 
-    # -- the threads ----------------------------------------------------------------------
-
-    def _compile(self, book: GrammarBook, text: str) -> tuple[SequenceMatcher | MatcherError, int]:
-        """Compile a grammar on a worker thread. The parser releases the GIL, so masks of other
-        sequences are computed meanwhile. Return (matcher or error, time taken in ns)."""
-        begin = time.monotonic_ns()
-        found: SequenceMatcher | MatcherError
-        try:
-            with native_calls():
-                if book is not self._book:  # all actors were restarted
-                    raise InvalidRequest(
-                        "the grammar is no longer needed, because the engine's processes have "
-                        "been restarted"
-                    )
-                self._read_vocabulary()
-                if isinstance(self._compiler, InvalidRequest):
-                    raise self._compiler
-                assert self._compiler is not None
-                found = self._compiler.matcher(text)
-        except (InvalidRequest, OutOfResources) as error:
-            found = error
-        except Exception as error:  # no grammar may crash the engine
-            log.error(
-                "a grammar could not be compiled because of an unexpected error", exc_info=error
-            )
-            refused = is_out_of_resources(error)
-            found = out_of_resources(error) if refused else InvalidRequest(_FAILED)
-        return found, time.monotonic_ns() - begin
-
-    def _on_compiled(
-        self, book: GrammarBook, uid: int, result: tuple[SequenceMatcher | MatcherError, int]
-    ) -> None:
+    def _on_compiled(self, book: GrammarBook, uid: int, result: Compiled) -> None:
         found, nanoseconds = result
         self._num_compiled += 1
         self._compile_ns += nanoseconds
@@ -234,8 +150,7 @@ class GrammarActor(Actor):
 
     def stop(self) -> None:
         """Stop the worker threads."""
-        for thread in (self._small, self._large):
-            thread.close()
+        self._threads.close()
 
     def statistics(self) -> dict[str, Any]:
         """Return the number of open sequences, and the counts and times of grammars and masks.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -69,6 +69,13 @@ class ToyMatcher:
         out[:] = mask_of(self._toy.allowed, len(out))
 
 
+class _NoThreads:
+    """Stands where `CompilerThreads` do."""
+
+    def start_reading(self) -> None:
+        """There is no vocabulary."""
+
+
 class SimulatedGrammar(GrammarActor):
     """`GrammarActor` with a delay in the place of its thread."""
 
@@ -76,9 +83,7 @@ class SimulatedGrammar(GrammarActor):
         super().__init__(config)
         self._world = world
         self._random = random.Random(f"{world.scenario.seed} compile")
-
-    def _start_reading(self) -> None:
-        """None."""
+        self._threads: Any = _NoThreads()
 
     def _on_open(self, event: OpenGrammar) -> None:
         self._book.open(self.context.owned_copy(event))
