@@ -635,8 +635,8 @@ _PATCHES = [
     Mutation(
         "a worker does not say that pixels will not come",
         WORKER,
-        "        self._absent += numbers\n",
-        "        self._absent += numbers[1:]\n",
+        "        self._reports.absent += numbers\n",
+        "        self._reports.absent += numbers[1:]\n",
     ),
     Mutation(
         "a half encoded picture goes on without its pixels",

@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nanoactor.actors.vision import VisionActor
-from nanoactor.errors import InvalidRequest
 from nanoactor.models.vision.config import VisionConfig, parse_vision
 from nanoactor.models.vision.image_config import ImageConfig
 from nanoactor.setup.actors import ActorConfig
@@ -65,25 +65,34 @@ class Letters:
         return np.array(encode_text(text), np.int32)
 
 
-class _Reader:
-    """Stands where a `MediaReader` does."""
+def _pixels_of(media: Media) -> Any:
+    picture = Picture(*json.loads(media.data))
+    if picture.fault:
+        return Unusable("broken")
+    shape = max(1, picture.frames), picture.height, picture.width, 3
+    return np.full(shape, picture.content, np.uint8)
 
-    def read(self, media: Media, before: Any) -> ReadItem:
+
+class _Latency:
+    """Stands where a `DecodingThread` does: one picture after the other."""
+
+    frames = 0
+
+    def __init__(self, decode: Callable[[int, Media], None]) -> None:
+        self._decode = decode
+
+    def read(self, media: Media) -> ReadItem | Unusable:
         picture = Picture(*json.loads(media.data))
         if picture.fault == "header":
-            raise InvalidRequest("no picture")
+            return Unusable("no picture")
         return ReadItem(key_of(picture), (max(1, picture.frames), picture.height, picture.width))
 
-    def decode(self, media: Media) -> Any:
-        picture = Picture(*json.loads(media.data))
-        if picture.fault:
-            raise InvalidRequest("broken")
-        shape = max(1, picture.frames), picture.height, picture.width, 3
-        return np.full(shape, picture.content, np.uint8)
+    def decode(self, number: int, media: Media, done: Any) -> None:
+        self._decode(number, media)
 
 
 class SimulatedVision(VisionActor):
-    """`VisionActor` with a latency in the place of its thread: one picture after the other."""
+    """`VisionActor` with a latency in the place of its thread."""
 
     def __init__(self, config: ActorConfig, world: World, number: int) -> None:
         super().__init__(config)
@@ -93,10 +102,10 @@ class SimulatedVision(VisionActor):
 
     def setup(self) -> None:
         """No Pillow, and no thread."""
-        self._reader: Any = _Reader()
+        self._thread: Any = _Latency(self._decode)
         self._store = MediaStore(self._world.scenario.vision_store)
 
-    def _queue_decode(self, number: int, media: Media) -> None:
+    def _decode(self, number: int, media: Media) -> None:
         scenario, loop = self._world.scenario, self._world.loop
         seconds = 0.0
         if scenario.decode_steps:
@@ -108,9 +117,5 @@ class SimulatedVision(VisionActor):
     def _done(self, number: int, media: Media) -> None:
         if self.context.retired:
             return
-        self._world.oracle.counts["pictures decoded"] += number in self._pixel_requests
-        try:
-            result: Any = self._reader.decode(media)
-        except InvalidRequest as error:
-            result = Unusable(str(error))
-        self._on_decoded(number, result)
+        self._world.oracle.counts["pictures decoded"] += number in self._requests
+        self._on_decoded(number, _pixels_of(media))
