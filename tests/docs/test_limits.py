@@ -19,7 +19,7 @@ NOT_FOR_USERS = {
     "nanoactor/text/scores.py": "bytes of a token, longer than in any vocabulary",
     "nanoactor/actors/blocks.py": "changes of the index in one message",
     "nanoactor/actors/grammar.py": "masks whose times a statistic remembers",
-    "nanoactor/actors/tokenizer.py": "the length of a reason that is reported",
+    "nanoactor/admission/tokenized.py": "the length of a reason that is reported",
     "nanoactor/recovery/suspects.py": "how far a reader may lag behind",
     "nanoactor/runner/batch/row_layout.py": "forced tokens that are laid out as rows",
     "nanoactor/runner/timing/clock.py": "how the device's clock is read",

@@ -6,8 +6,8 @@ import threading
 import pytest
 
 from nanoactor import AsyncLLM, SamplingParams
-from nanoactor.actors import tokenizer
 from nanoactor.errors import InvalidRequest
+from nanoactor.text import prompt_encoder
 from nanoactor.text.tokenizer import TextEncoder
 from tests.conftest import children
 from tests.engine.harness import collect, settled
@@ -97,7 +97,7 @@ def test_long_texts_hold_up_no_others(monkeypatch):
             assert go_on.wait(60)
         return encode(encoder, pieces)
 
-    monkeypatch.setattr(tokenizer, "LONG_TEXT", 100)
+    monkeypatch.setattr(prompt_encoder, "LONG_TEXT", 100)
     monkeypatch.setattr(TextEncoder, "encode", slowly)
 
     async def main():

@@ -8,18 +8,15 @@ import random
 import shutil
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 import nanoactor.models.devices as devices
 from nanoactor import BeamSearchParams, SamplingParams
-from nanoactor.actors.tokenizer import TokenizerActor
 from nanoactor.errors import NotEnoughMemory
 from nanoactor.models.config import read_config
 from nanoactor.models.families.registry import FAMILIES
-from nanoactor.requests.grammar_spec import GrammarSpec
 from nanoactor.requests.structured_outputs import StructuredOutputsParams
 from tests.engine import test_matrix
 from tests.engine.beam_reference import search
@@ -224,17 +221,6 @@ def test_runs_that_a_grammar_forces_are_summed_once(reading, device, monkeypatch
 
     expected = asyncio.run(main(pipeline_depth=1, jump_forward=False, max_num_batched_tokens=4))
     assert asyncio.run(main(pipeline_depth=3, max_pipeline_depth=4)) == expected
-
-
-@pytest.mark.parametrize("has_slot_state", [False, True])
-def test_a_model_with_states_has_no_free_text(has_slot_state):
-    """An end that thoughts refuse goes back to what the device has computed already."""
-    grammar = GrammarSpec(kind="regex", value="a+", thoughts="open").to_text()
-    files = SimpleNamespace(has_slot_state=has_slot_state)
-    actor = SimpleNamespace(_config=SimpleNamespace(files=files), _id_of=lambda _: 7)
-    text, free = TokenizerActor._split_free_text(actor, grammar)
-    assert (free is None) == has_slot_state
-    assert (text == grammar) == has_slot_state
 
 
 @pytest.mark.deadly

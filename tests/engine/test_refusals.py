@@ -14,10 +14,9 @@ import threading
 import pytest
 
 from nanoactor import AsyncLLM, OutOfResources, PoisonRequest, SamplingParams
-from nanoactor.actors import tokenizer
 from nanoactor.grammar import compiling, matcher
 from nanoactor.requests.structured_outputs import StructuredOutputsParams
-from nanoactor.text import renderer
+from nanoactor.text import prompt_encoder, renderer
 from nanoactor.text.tokenizer import TextEncoder
 from tests.conftest import children
 from tests.engine.harness import collect, settled
@@ -85,7 +84,7 @@ def test_a_thread_for_a_long_prompt(monkeypatch):
 
     async def main():
         async with engine() as llm:
-            monkeypatch.setattr(tokenizer, "LONG_TEXT", 100)
+            monkeypatch.setattr(prompt_encoder, "LONG_TEXT", 100)
             monkeypatch.setattr(threading.Thread, "start", refuse)
             with pytest.raises(OutOfResources, match="new thread"):
                 await collect(llm, "word " * 30, PLAIN)
@@ -100,7 +99,7 @@ def test_a_process_for_a_template(monkeypatch, error):
     popen = subprocess.Popen
 
     def patch(llm):
-        templates = llm._system.actor("tokenizer.0")._templates
+        templates = llm._system.actor("tokenizer.0")._jobs._templates
         templates._renderer.end()
         monkeypatch.setattr(renderer.subprocess, "Popen", refusing(error))
 

@@ -103,8 +103,17 @@ class SimulatedGrammar(GrammarActor):
             self._on_compiled(book, uid, (matcher, 0))
 
 
+class _ToyFreeText:
+    """Stands where a `FreeTextSplitter` does."""
+
+    def split(self, grammar: str) -> tuple[str, FreeText | None]:
+        """What of a toy's answer is free; the toy stays as it is."""
+        return grammar, free_text_of(grammar) if grammar else None
+
+
 class SimulatedTokenizer(TokenizerActor):
     """`TokenizerActor` that knows the toys' free text."""
 
-    def _split_free_text(self, grammar: str) -> tuple[str, FreeText | None]:
-        return grammar, free_text_of(grammar) if grammar else None
+    def __init__(self, config: ActorConfig) -> None:
+        super().__init__(config)
+        self._free_text: Any = _ToyFreeText()

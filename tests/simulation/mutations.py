@@ -1179,8 +1179,8 @@ _PATCHES = [
     Mutation(
         "a tokenizer keeps what it knew before a death",
         TOKENIZING,
-        "        self._items, self._awaiting_items, self._workers = ItemCollector(), {}, {}\n",
-        "",
+        "        self._held = HeldRequests()\n\n    def start(",
+        "\n    def start(",
     ),
     Mutation(
         "pieces of pictures go on behind a death where they were",
@@ -1325,8 +1325,8 @@ _PATCHES = [
     Mutation(
         "a tokenizer holds a request where its message is",
         TOKENIZING,
-        "self._awaiting_items[event.uid] = self.context.owned_copy(event), result",
-        "self._awaiting_items[event.uid] = event, result",
+        "self._held.hold(self.context.owned_copy(event), result)",
+        "self._held.hold(event, result)",
     ),
     Mutation(
         "tokens of a constrained answer are kept where their message is",
