@@ -109,8 +109,8 @@ class Deaths:
         return True
 
     def report(self, on_cut: Callable[[Sequence[Death]], int]) -> None:
-        """Pass all unreported deaths to `on_cut`, which returns the number of latest deaths with a
-        cause that is gone. Remove that many deaths from the restart budgets."""
+        """Pass all unreported deaths to `on_cut`, which returns how many of the most recent deaths
+        no longer have a cause. Remove that many deaths from the restart budgets."""
         deaths, self._unreported = self._unreported, []
         explained = on_cut(deaths)
         self._budget.refund(explained - self._expected.refund(explained))

@@ -47,11 +47,12 @@ class System:
         True.
 
         When the system recovers from a death, `on_cut` is called, possibly several times, with the
-        deaths that were not reported to it yet. `on_recovered` is called last. Between the two
-        calls no message can be sent, and earlier messages that were not handled are lost. `on_cut`
-        returns the number of latest deaths whose cause is gone; they no longer count against the
-        restart budget. `before_restart` is awaited with the names of the nodes that are about to be
-        restarted. If any of these three callbacks raises, the system dies of that error.
+        deaths that have not been reported to it yet. `on_recovered` is called last. Between the
+        two calls no message can be sent, and earlier messages that were not handled are lost.
+        `on_cut` returns how many of the most recent deaths no longer have a cause; these do not
+        count against the restart budget. `before_restart` is awaited with the names of the nodes
+        that are about to be restarted. If any of these three callbacks raises, the system fails
+        with that error.
         """
         topology.validate()
         self._origin = Origin()

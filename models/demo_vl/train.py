@@ -89,7 +89,8 @@ def make_model(device: str) -> tuple[Model, torch.nn.Linear]:
 
 
 def make_optimizer(modules: Sequence[torch.nn.Module], rate: float) -> torch.optim.AdamW:
-    """Create an AdamW optimizer that decays only matrices, not biases and norms."""
+    """Create an AdamW optimizer that applies weight decay only to matrices, not to biases or
+    norms."""
     parameters = [parameter for module in modules for parameter in module.parameters()]
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.05},

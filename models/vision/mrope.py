@@ -44,7 +44,10 @@ def rope_positions(length: int, spans: Sequence[VisualSpan]) -> tuple[NDArray[np
     index = position = 0
     for span in spans:
         if span.start < index or span.stop > length:
-            raise ValueError(f"{span} begins before index {index} or ends after {length}")
+            raise ValueError(
+                f"{span} begins before the end of the previous span (index {index}), or extends "
+                f"past the end of the prompt ({length} tokens)"
+            )
         num_text_tokens = span.start - index
         positions[:, index : span.start] = position + np.arange(num_text_tokens, dtype=np.int32)
         position += num_text_tokens

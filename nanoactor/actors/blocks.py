@@ -13,9 +13,9 @@ from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.setup.actors import ActorConfig, RunnerReady, encoder_limits
 
 _MAX_CHANGES = 4096
-"""Maximum number of changes of the prefix cache index in one message."""
+"""Maximum number of changes to the prefix cache index in one message."""
 _MIN_CHANGES = 64
-"""Minimum number of changes of the prefix cache index in one message. Fewer are sent only when a
+"""Minimum number of changes to the prefix cache index in one message. Fewer are sent only when a
 sequence ends, when the index is cleared, or when the outbox has room again."""
 
 
@@ -94,8 +94,8 @@ class BlockManagerActor(Actor):
             self._scheduler.send(answer)
 
     def _publish_index(self, at_least: int = 1) -> None:
-        """Send changes of the prefix cache index to the frontend if there are at least `at_least`,
-        as long as the outbox has room. A later call sends the rest."""
+        """Send the frontend the changes to the prefix cache index, if there are at least `at_least`
+        of them, as long as the outbox has room. A later call sends the rest."""
         changes = self._manager.pool.changes
         if changes is None or len(changes) < at_least:
             return

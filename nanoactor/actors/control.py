@@ -1,5 +1,5 @@
-"""Control orders from the user to the scheduler: pausing, and clearing the prefix cache index. They
-are sent again after a restart."""
+"""Control commands from the user to the scheduler: pausing, and clearing the prefix cache index.
+They are sent again after a restart."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from nanoactor.messages.orders import ForgetIndex, Pause
 
 
 class EngineControl:
-    """Sender of the user's control orders to the scheduler. While processes restart, orders are
-    delayed."""
+    """Sender of the user's control commands to the scheduler. While processes restart, commands
+    are delayed."""
 
     def __init__(self) -> None:
         self.is_paused = False
         """True if planning is paused: no steps are planned, and requests wait where they are."""
         self._forget_number = 0
-        """Number of orders so far to clear the prefix cache index."""
+        """Number of commands so far to clear the prefix cache index."""
         self._scheduler: Any = None
 
     def pause(self, paused: bool) -> None:
@@ -32,11 +32,11 @@ class EngineControl:
             self._scheduler.send(ForgetIndex(self._forget_number))
 
     def detach(self) -> None:
-        """Delay orders from now on, because processes are restarting."""
+        """Delay commands from now on, because processes are restarting."""
         self._scheduler = None
 
     def attach(self, scheduler: Any) -> None:
-        """Send the orders that are still in force to a new scheduler, and later orders at once.
+        """Send the commands that are still in force to a new scheduler, and later commands at once.
         Must be called before any request is sent to it."""
         self._scheduler = scheduler
         if self.is_paused:

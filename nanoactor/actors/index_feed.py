@@ -1,4 +1,4 @@
-"""Distribution of changes of the prefix cache index to any number of readers in the user's
+"""Distribution of changes to the prefix cache index to any number of readers in the user's
 process."""
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class IndexFeed:
         self._error: NanoactorError | None = None
 
     def forward(self, events: IndexEvents) -> None:
-        """Pass changes of the prefix cache index from the block manager to all readers."""
+        """Pass changes to the prefix cache index from the block manager to all readers."""
         self._copy.apply(events)
         for changes, news in self._readers.items():
             if events.cleared:

@@ -67,7 +67,7 @@ def as_held(params: SamplingParams, submit: Submit, media: Sequence[Media]) -> S
     spec = submit.spec
     if media or spec.grammar or spec.prompt_logprobs >= 0 or spec.text_options.stop:
         raise InvalidRequest(
-            "a request of submit_held cannot use pictures, videos, structured_outputs, "
+            "requests submitted with submit_held cannot use pictures, videos, structured_outputs, "
             "prompt_logprobs or stop strings"
         )
     return dataclasses.replace(submit, spec=dataclasses.replace(spec, held=True))

@@ -430,8 +430,8 @@ class AsyncLLM(ControlCalls, PoolingCalls):
         scores: bool = False,
         trace_headers: Mapping[str, str] | None = None,
     ) -> Request:
-        """Queue a text whose embedding vector or score is computed. Parameters and errors are those
-        of `PoolingCalls.submit_pooled`."""
+        """Queue a text for which an embedding vector or a score is to be computed. Parameters and
+        errors are those of `PoolingCalls.submit_pooled`."""
         frontend, origin = self._require_frontend(), origin_of(trace_headers)
         self._check_request_id(frontend, request_id)
         frontend.announce()

@@ -57,7 +57,8 @@ def add_flags(
 
 
 def _alias_settings(name: ForeignOption, option_settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the argparse settings for a flag of another engine that sets our option."""
+    """Return the `add_argument` settings for another engine's flag that is an alias for one of
+    our options."""
     settings = {**option_settings, "default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
     if name.inverts:
         return {**settings, "action": _InvertedAction, "nargs": 0}

@@ -61,8 +61,8 @@ class Machine:
         return self.root / path.lstrip("/")
 
     def files(self, pattern: str) -> list[str]:
-        """Return the absolute paths that match a shell pattern, sorted so that numbers are in
-        ascending order."""
+        """Return the absolute paths that match a shell pattern, shorter paths first, so that
+        `node10` follows `node9`."""
         paths = glob.glob(pattern.lstrip("/"), root_dir=self.root)
         return sorted((f"/{path}" for path in paths), key=lambda path: (len(path), path))
 

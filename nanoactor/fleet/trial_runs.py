@@ -143,7 +143,7 @@ class TrialRuns:
 
     def on_report(self, replica: Replica, is_vacant: bool) -> None:
         """Process a replica's report. If the replica is reserved and idle (`is_vacant`), start the
-        trial, the run of a suspected request alone. If that request has run long enough, end the
+        trial, that is, run a suspected request alone. If that request has run long enough, end the
         trial."""
         if replica is not self._replica or self._suspect is None:
             return
@@ -165,9 +165,9 @@ class TrialRuns:
             self._begin_part(part, replica, is_alone=True)
 
     def tick(self, now: float) -> None:
-        """Ask for a pending reservation again, because another ingress may have had the replica
+        """Request a pending reservation again, because another ingress may have held the replica
         until now. Release a replica that is no longer needed. Restart the timeouts of waiting parts
-        that are compatible with a connected replica."""
+        (requests or single sequences) that a connected replica could run."""
         replica = self._replica
         if replica is not None and self._trials.on_trial is None:
             if self._suspect in self._trials.suspects:

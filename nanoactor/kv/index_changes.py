@@ -16,7 +16,7 @@ _NO_LIMIT = 1 << 62
 
 
 class IndexChanges:
-    """Collects changes of the prefix index until they are published. Changes that cancel out are
+    """Collects changes to the prefix index until they are published. Changes that cancel out are
     dropped, so there are never more changes than blocks that are indexed now or were indexed at the
     last publication."""
 

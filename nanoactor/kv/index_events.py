@@ -1,4 +1,4 @@
-"""The message that reports changes of the prefix index to its readers."""
+"""The message that reports changes to the prefix index to its readers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nanoactor.runtime.codec import message
 
 @message(42)
 class IndexEvents:
-    """Block manager to frontend, and to readers of `AsyncLLM.index_events`: changes of the prefix
+    """Block manager to frontend, and to readers of `AsyncLLM.index_events`: changes to the prefix
     index since the previous message. Applying all messages in order yields the index."""
 
     cleared: bool

@@ -36,7 +36,7 @@ class BlockPool:
         self._completed = 0
         self.evictions = 0
         self.changes: IndexChanges | None = None
-        """Unpublished changes of the index; None if the index is not published to readers."""
+        """Unpublished changes to the index; None if the index is not published to readers."""
 
     @property
     def blocks(self) -> int:
@@ -190,7 +190,8 @@ class BlockPool:
         held = sum(1 for count in self._references if count)
         if len(set(states)) != len(states) or len(states) + held != len(self._references):
             raise ProtocolBug(
-                f"some blocks are in two states or in none: {held} held, {len(states)} not"
+                f"some blocks are in two states or in none: {held} are held and {len(states)} are "
+                f"free, cached or quarantined, of {len(self._references)} in all"
             )
         for content, block in self._index.items():
             if self._hashes[block] != content:

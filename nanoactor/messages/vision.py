@@ -180,7 +180,7 @@ class NoPixels:
 
 @message(77)
 class ItemsReady:
-    """Runner to scheduler: this rank has received all of these pixels."""
+    """Runner to scheduler: this rank has received all pixels of these items."""
 
     rank: int
     pixels: Int64

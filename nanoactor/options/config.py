@@ -76,7 +76,7 @@ class EngineConfig:
     """Refuse weights that contain NaN or infinity. This check reads every value during loading."""
     max_model_len: int | Literal["auto"] | None = None
     """Maximum length of prompt plus output. Default: the maximum that the model's configuration
-    allows. "auto" or -1 lowers this maximum if the KV cache cannot hold as many tokens."""
+    allows. "auto" or -1 lowers this maximum if the KV cache cannot hold that many tokens."""
     max_num_seqs: int = 256
     """Maximum number of sequences that run at once."""
     max_num_batched_tokens: int = 2048
@@ -127,10 +127,10 @@ class EngineConfig:
     """"eager" plans the next step as soon as the depth allows. "late" waits until the runner is
     about to run out of work, so that requests that arrive in the meantime join it."""
     priority_window: int = 1000
-    """Lower priority values run first. For each unit by which priorities differ, a request can be
-    overtaken by fewer than this many later requests, so that none starves."""
+    """Lower priority values run first. A request whose priority value is higher by d is overtaken
+    by fewer than d times this many later requests, so that none starves."""
     max_logprobs: int = 20
-    """Maximum number of top log-probabilities that a request may ask for with each token."""
+    """Maximum number of top log-probabilities that a request may ask for per token."""
     pooling: str = "auto"
     """Pooling method: "auto" follows the checkpoint's `modules.json`, if there is one. "last" and
     "cls" take the state of the last or first token, "mean" the mean over all tokens; "yes_no"
@@ -176,8 +176,8 @@ class EngineConfig:
     """"default": scheduler and block manager share a process. "split": a process for each
     actor. "single": everything in this process, for debugging or for use inside another program."""
     transport: Literal["ring", "queue"] = "ring"
-    """Messages between processes pass through shared-memory rings, or through pipes, which are
-    slower."""
+    """How messages pass between processes: "ring" uses shared-memory rings; "queue" uses pipes,
+    which are slower."""
     awake_ms: float | None = None
     """Milliseconds for which an idle process, once notified that a request or its first token is on
     its way, polls for messages before it sleeps again; 0: no polling. Default: 3 if there are at

@@ -27,16 +27,17 @@ class FleetConfig:
     """The address of a Ray cluster to join, or "auto" for the one on this machine. Default: start a
     private Ray instance on this machine only and stop it with the server."""
     ingresses: int | None = None
-    """Number of servers in front of the engines, one per node. Default: the number of nodes."""
+    """Number of HTTP servers in front of the engines, at most one on each node (usually a machine)
+    of the Ray cluster. Default: one on each node."""
     cpus_per_replica: float = 1.0
     """CPUs that Ray reserves for the processes of each replica."""
     silence_timeout: float = SILENCE_TIMEOUT
     """Seconds without a message after which a replica is considered hung. Its streams continue on
     other replicas."""
     report_interval: float = INTERVAL
-    """Seconds between two reports of a replica on its running streams. Each report takes CPU time,
-    and longer intervals make text arrive in larger pieces. First tokens and the ends of streams are
-    reported at once."""
+    """Interval, in seconds, at which a replica reports on its running streams. Each report takes
+    CPU time, and longer intervals make text arrive in larger pieces. First tokens and the ends of
+    streams are reported at once."""
     target_waiting_tokens: int = 20_000
     """Number of prompt tokens that may wait on each replica before another replica is started (up
     to `max_replicas`)."""

@@ -3,7 +3,8 @@
 A request whose tokens, images or grammar crash a process does so again at the same point when it
 resumes. Evidence against a request is the death of a node (an engine process) that handled the
 request, unless the node was killed by a signal that only other processes send. A request is a
-*suspect* if it was present at two such deaths of one kind of node, with no progress in between.
+*suspect* if it was present at two such deaths of the same kind of node, with no progress in
+between.
 
 Suspects run again in groups, one group at a time; each such run is a *trial*. A death during a
 group's trial halves the group. Requests that were not present at the deaths, including new ones,

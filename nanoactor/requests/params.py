@@ -102,7 +102,7 @@ class SamplingParams:
     allowed_token_ids: Sequence[int] | None = None
     """Sample only from these token ids."""
     bad_words: Sequence[str] | None = None
-    """Strings that the output must not contain, at the start of a word or within one."""
+    """Strings that must not appear in the output, whether at the start of a word or inside one."""
     seed: int | None = None
     """Seed for sampling; -1 means no seed. Default: a random seed, chosen when the request is
     submitted."""
@@ -114,7 +114,7 @@ class SamplingParams:
     its position. The whole prompt is then computed, without use of the prefix cache."""
     max_tokens: int | None = _DEFAULT_MAX_TOKENS
     """Maximum number of output tokens. Default on the command line: the value that the model
-    recommends, or as many as fit `max_model_len`."""
+    recommends, or as many as fit in `max_model_len`."""
     truncate_prompt_tokens: int | None = None
     """Keep only this many tokens at the end of the prompt; -1 keeps as many as leave room for the
     output."""

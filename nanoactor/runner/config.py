@@ -47,8 +47,8 @@ _MIN_LENGTH = 2
 
 def check_cache(blocks: int, files: ModelFiles, block_size: int, why: str) -> None:
     """Raise `NotEnoughMemory` if the longest sequence does not fit into `blocks` blocks of
-    `block_size` tokens. If `max_model_len` is "auto", only the shortest sequence has to fit. `why`
-    explains the number of blocks in the error message."""
+    `block_size` tokens. If `max_model_len` is "auto", only the shortest possible sequence (two
+    tokens) has to fit. `why` explains the number of blocks in the error message."""
     needed = -(-files.max_model_len // block_size)
     if files.is_length_auto:
         needed = min(needed, -(-_MIN_LENGTH // block_size))
@@ -87,6 +87,4 @@ def check_weights(
     if ranks_needed and not shared:
         mebibytes = weights // ranks_needed // _MIB
         text += f". tensor_parallel_size {ranks_needed} would take {mebibytes} MiB of each device"
-    raise NotEnoughMemory(
-        f"{text}. A smaller model, another dtype or packed weights would need less memory"
-    )
+    raise NotEnoughMemory(f"{text}. Use a smaller model, a smaller dtype or packed weights")

@@ -131,9 +131,9 @@ class ChatChoice:
 
     def reasoning_share(self, tokens: int) -> int:
         """Estimate how many of `tokens`, the tokens of the latest piece of text, are reasoning
-        tokens. The estimate is based on the share of reasoning characters. If the piece has
-        produced no text yet, all tokens count while the output is inside its reasoning, and none
-        otherwise."""
+        tokens. The estimate is based on the share of reasoning characters. If these tokens have
+        not produced any text yet, all of them count if the output is still in its reasoning, and
+        none otherwise."""
         if self._reasoning is None:
             return 0
         thoughts, other_characters = self._latest

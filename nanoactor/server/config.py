@@ -75,7 +75,8 @@ class ServerConfig:
     drain_timeout: float = 30.0
     """Seconds that running requests get to finish after SIGTERM."""
     idle_timeout: float = 75.0
-    """Seconds that a connection may take for a request's head, or stay idle between requests."""
+    """Seconds that a connection may take to send a request's headers, or stay idle between
+    requests."""
     body_timeout: float = 30.0
     """Seconds that a request's body may take to arrive."""
     send_timeout: float = 60.0

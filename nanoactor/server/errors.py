@@ -163,7 +163,7 @@ def _too_deep() -> APIError:
 
 
 def from_decoding(error: Exception) -> APIError:
-    """Convert an error of the JSON decoder to an error for the client."""
+    """Convert an error from the JSON decoder to an error for the client."""
     if isinstance(error, RecursionError):
         return _too_deep()
     if isinstance(error, UnicodeDecodeError):

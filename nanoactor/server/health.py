@@ -96,8 +96,8 @@ def _culprit(
 
 
 def recovering(victims: str, seconds: float) -> Health:
-    """Return the health while processes are replaced. `victims` are their names, separated by
-    commas, and `seconds` is the time since they died."""
+    """Return the health to report while processes are being replaced. `victims` are their names,
+    separated by commas, and `seconds` is the time since they died."""
     return Health("recovering", victims, True, seconds, {})
 
 

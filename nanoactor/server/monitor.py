@@ -122,7 +122,7 @@ class Monitor:
         metrics.engine_metrics = self.collect
 
     async def start(self) -> None:
-        """Take the first snapshot, and start the tasks that take the next ones."""
+        """Take the first snapshot, and start the tasks that take the later ones."""
         await self._take_snapshot()
         self._tasks = [
             asyncio.ensure_future(self._snapshot_loop()),

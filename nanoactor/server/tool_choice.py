@@ -113,9 +113,10 @@ def check_tool_choice(tools: Sequence[Tool], choice: ToolChoice | None) -> None:
     members = {"function": choice.function, "allowed_tools": choice.allowed_tools}
     fields_set = [name for name, value in members.items() if value is not None]
     if fields_set != [choice.type]:
+        (other,) = members.keys() - {choice.type}
         raise invalid(
             f"tool_choice: an object of type {choice.type!r} must have the field "
-            f"{choice.type} and no other",
+            f"{choice.type!r}, and must not have the field {other!r}",
             "tool_choice",
         )
     names = {tool.function.name for tool in tools}

@@ -67,8 +67,8 @@ def otlp_exporter(endpoint: str) -> SpanExporter:
         if protocol and protocol != _PROTOCOL:
             raise InvalidConfig(
                 f"{variable} is {protocol!r:.100}, but nanoactor exports spans only as "
-                f"{_PROTOCOL}: unset the variable, and give otlp_traces_endpoint the collector's "
-                "HTTP port, usually 4318"
+                f"{_PROTOCOL}: unset the variable, and point otlp_traces_endpoint at the "
+                "collector's HTTP port, usually 4318"
             )
         if protocol:  # the more specific variable takes precedence
             break

@@ -97,7 +97,7 @@ def _check_part(part: Any, index: int, role: str) -> None:
     name = TEXT_PARTS.get(kind) or REASONING_PARTS.get(kind)
     if name is not None and not isinstance(part.get(name), str):
         raise InvalidRequest(
-            f"content[{index}]: a part of type {kind!r} requires the field {name!r} with a string"
+            f"content[{index}]: a part of type {kind!r} must have a field {name!r} that is a string"
         )
     if kind in REASONING_PARTS and role != "assistant":
         text = (

@@ -205,7 +205,7 @@ def convert(parent: int, directory: str, target: str) -> None:
         raise SystemExit(" ".join(str(error.__cause__).split())) from error
     kind = type(tokenizer).__name__
     if len(tokenizer.get_vocab()) == len(tokenizer.get_added_vocab()):  # it reads other files
-        raise SystemExit(f"transformers' {kind} finds no vocabulary in the model's files")
+        raise SystemExit(f"transformers' {kind} found no vocabulary in the model's files")
     tokenizer.save_pretrained(target, save_jinja_files=False)
     if not (Path(target) / _TOKENIZER).exists():
         raise SystemExit(

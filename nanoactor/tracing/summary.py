@@ -57,8 +57,8 @@ class TraceSummary:
         share = self.busy.get(self.bottleneck, 0.0)
         cost = sum(self.cpu_us_per_token.values())
         return (
-            f"device idle {self.device_idle:.1%}, {self.hidden:.0%} of the actors' work hidden "
-            f"behind it, busiest actor {self.bottleneck} at {share:.0%}"
+            f"device idle {self.device_idle:.1%}, {self.hidden:.0%} of the actors' work "
+            f"overlapped with device work, busiest actor {self.bottleneck} at {share:.0%}"
             + (f", {cost:.0f} us of CPU per token" if cost else "")
         )
 

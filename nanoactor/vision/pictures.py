@@ -111,8 +111,8 @@ def _open(data: bytes | bytearray) -> Image.Image:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
         raise InvalidRequest(
-            f"the picture ({len(data)} bytes) has none of the supported formats, which are "
-            f"{', '.join(FORMATS)}"
+            f"the picture ({len(data)} bytes) is not in a supported format; the supported formats "
+            f"are {', '.join(FORMATS)}"
         ) from None
     check_metadata(image.info)
     return image

@@ -115,9 +115,7 @@ def frame_times(video: Video, frames: int) -> list[float]:
     try:
         times = [float(time) for time in video.times]
     except (TypeError, ValueError, OverflowError):
-        raise InvalidRequest(
-            "a video's times must be numbers of seconds, one for each frame"
-        ) from None
+        raise InvalidRequest("a video's times must be numbers, in seconds, one per frame") from None
     if len(times) != frames:
         raise InvalidRequest(
             f"a video has {frames} frames, but {len(times)} times; each frame needs one time"

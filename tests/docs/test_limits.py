@@ -17,7 +17,7 @@ NAMED = re.compile(r"_?(MAX|MOST|LARGEST)(_[A-Z_]+)?|MAX_[A-Z_]+")
 NOT_FOR_USERS = {
     "nanoactor/text/patterns.py": "which regular expressions of a tokenizer are simple",
     "nanoactor/text/scores.py": "bytes of a token, longer than in any vocabulary",
-    "nanoactor/actors/blocks.py": "changes of the index in one message",
+    "nanoactor/actors/blocks.py": "changes to the index in one message",
     "nanoactor/actors/grammar.py": "masks whose times a statistic remembers",
     "nanoactor/admission/tokenized.py": "the length of a reason that is reported",
     "nanoactor/recovery/suspects.py": "how far a reader may lag behind",

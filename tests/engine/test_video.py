@@ -170,7 +170,7 @@ def test_videos_that_cannot_be_seen_are_refused_by_name(viewer):
                 ("x.mp4", "video 1: .*files cannot be decoded"),
                 (
                     [b"a", b"b"],
-                    "video 1 of 1: frame 1: .*none of the supported formats",
+                    "video 1 of 1: frame 1: .*not in a supported format",
                 ),
                 (shown(1, 14, 16, 16), "the encoder cache, which holds 16"),
             ]:

@@ -372,7 +372,7 @@ WRONG = [
     (
         [IMAGE, 1],
         [b"nonsense"],
-        "picture 1 of 1: the picture .8 bytes. has none of the supported formats",
+        "picture 1 of 1: the picture .8 bytes. is not in a supported format",
     ),
     ([IMAGE, IMAGE, 1], [WHOLE, WHOLE[:300]], "cannot be decoded"),
     ([IMAGE, 1], [np.zeros((4, 900, 3), np.uint8)], "too narrow"),

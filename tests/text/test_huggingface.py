@@ -215,7 +215,7 @@ def test_a_sentencepiece_model_that_cannot_be_read_names_the_packages_that_it_ta
 
 def test_a_class_that_reads_other_files_makes_no_empty_tokenizer(tmp_path, cache):
     path = without_tokenizer_json(tmp_path / "m", tokenizer_class="LlamaTokenizer")
-    with pytest.raises(ModelError, match="LlamaTokenizer finds no vocabulary"):
+    with pytest.raises(ModelError, match="LlamaTokenizer found no vocabulary"):
         find_tokenizer(path, 60)
 
 

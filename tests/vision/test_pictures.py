@@ -255,19 +255,19 @@ def test_a_decompression_bomb_is_refused_unread(monkeypatch, side):
 @pytest.mark.parametrize("share", [0.0, 0.02, 0.5, 0.98])
 def test_a_file_that_is_cut_off_is_refused(kind, share):
     data = encoded(noise("RGB", (200, 200)), kind)
-    with pytest.raises(InvalidRequest, match=r"none of the supported formats|cannot be decoded"):
+    with pytest.raises(InvalidRequest, match=r"not in a supported format|cannot be decoded"):
         decode(data[: int(share * len(data))], 32, 32)
 
 
 @pytest.mark.parametrize("data", [b"", b"GET / HTTP/1.1", b"%PDF-1.7", b"<svg/>", bytes(5000)])
 def test_what_is_no_picture_is_refused_with_the_known_formats(data):
-    with pytest.raises(InvalidRequest, match=r"none of the supported formats, which are JPEG, PNG"):
+    with pytest.raises(InvalidRequest, match=r"not in a supported format; .* are JPEG, PNG"):
         read_header(data, MOST)
 
 
 def test_formats_that_are_not_known_are_refused():
     for kind in ("TIFF", "PPM", "ICO"):
-        with pytest.raises(InvalidRequest, match="none of the supported formats"):
+        with pytest.raises(InvalidRequest, match="not in a supported format"):
             read_header(encoded(noise("RGB"), kind), MOST)
 
 

@@ -131,7 +131,7 @@ WRONG = [
     ([FRAMES[0], 3], "frame 2: a picture must be"),
     (Video(FRAMES, fps=0), "fps must be a number greater than 0"),
     (Video(FRAMES, fps=10**5000), "fps must be a number greater than 0"),
-    (Video(FRAMES, times=[0, 1, 2, 3, 10**400]), "must be numbers of seconds"),
+    (Video(FRAMES, times=[0, 1, 2, 3, 10**400]), "must be numbers, in seconds"),
     (
         (FRAMES, {"fps": 1, "frames_indices": [10**400]}),
         "frames_indices must be a list of frame numbers",
@@ -142,7 +142,7 @@ WRONG = [
     (Video(FRAMES, times=[1, 2]), "5 frames, but 2 times"),
     (Video(FRAMES, times=[5, 4, 3, 2, 1]), "must be in ascending order"),
     (Video(FRAMES, times=[0, 1, 2, 3, float("nan")]), "must be from 0 to"),
-    (Video(FRAMES, times="five"), "must be numbers of seconds"),
+    (Video(FRAMES, times="five"), "must be numbers, in seconds"),
     ((FRAMES, {"speed": 2}), "unknown key 'speed'"),
     ((FRAMES, {"frames_indices": "all"}), "frames_indices must be a list of frame numbers"),
     ((FRAMES, {"frames_indices": 5}), "frames_indices must be a list of frame numbers"),
@@ -203,7 +203,7 @@ def test_files_are_looked_at_frame_by_frame(frames, message):
 
 def test_a_broken_frame_is_named():
     data = file(FRAMES[1])
-    with pytest.raises(InvalidRequest, match=r"frame 2: .*none of the supported formats"):
+    with pytest.raises(InvalidRequest, match=r"frame 2: .*not in a supported format"):
         READER.read(take([file(FRAMES[0]), b"nonsense"]))
     with pytest.raises(InvalidRequest, match="frame 2: .*cannot be decoded"):
         READER.decode(take([file(FRAMES[0]), data[: len(data) // 2]]))

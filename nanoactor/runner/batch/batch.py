@@ -103,13 +103,14 @@ class StateLayout:
 
     @property
     def row_positions(self) -> int:
-        """Offset of the position of each row in `rows`; -1 stands for the next position of its
-        slot."""
+        """Offset of the positions of the rows in `rows`, one per row. A position of -1 means the
+        next position of the row's slot."""
         return self.rows + self.slots
 
     @property
     def row_token_ids(self) -> int:
-        """Offset of the token id of each row in `rows` that has its own position."""
+        """Offset of the token ids of the rows in `rows`, one per row. Used only for rows whose
+        position is given (not -1)."""
         return self.row_positions + self.slots
 
     @property
@@ -362,7 +363,7 @@ class HostBatch:
 
     def _fallback_decodes(self, decode: Long, positions: Long) -> tuple[Long, bool]:
         """Return the indices of the decode rows that the fused sampler does not handle in this
-        step. The bool is True if some decode rows may not sample all ids yet (`min_tokens`)."""
+        step. The bool is True if `min_tokens` still forbids ids for any of the decode rows."""
         if self._fallback is None:
             never = self.sampling.never_fused(decode, self._traits.fused_sampling)
             self._fallback = np.flatnonzero(never)

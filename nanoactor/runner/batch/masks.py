@@ -36,8 +36,8 @@ class MaskStore:
         return len(self._masks.keys() | self._closed | self._dropped)
 
     def add(self, event: Masks) -> tuple[list[int], list[int]]:
-        """Store new masks. Return the uids (numbers of sequences) and the positions of the masks
-        that a step may still use."""
+        """Store new masks. Return the uids (sequence numbers) and the positions of the masks that a
+        step may still use."""
         uids: list[int] = []
         positions: list[int] = []
         rows = zip(event.uids.tolist(), event.positions.tolist(), event.masks, strict=True)

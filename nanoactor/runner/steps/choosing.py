@@ -101,7 +101,8 @@ class TokenChooser:
         """Sample tokens for rows that the fused sampler does not handle, or for all rows if the
         device has no fused sampler.
 
-        `prompts` are the number of rows that end a prompt, and the number to which they are padded.
+        `prompts` is a pair: the number of rows that complete a prompt, and the number to which they
+        are padded.
         """
         index, slots = row_indices(rows.index, prompts), rows.slots
         logits = self._model.network.logits(hidden.index_select(0, index))

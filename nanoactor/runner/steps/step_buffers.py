@@ -64,7 +64,8 @@ class StepBuffers:
             begin += len(part)
 
     def copy_scores(self, device: Device, scored: ScoredResults, table: torch.Tensor) -> None:
-        """Queue a copy of a step's table of log-probabilities, int32, to the host."""
+        """Queue a copy of `table`, a step's log-probabilities in the int32 format of
+        `models/sampling/token_scores.py`, to the host."""
         if self.scores is None or len(self.scores) < table.numel():
             self.scores = device.empty_pinned(1 << table.numel().bit_length(), dtype=torch.int32)
         self.scored, self._shape = scored, tuple(table.shape)

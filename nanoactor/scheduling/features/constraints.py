@@ -272,8 +272,9 @@ class Constraints(Feature):
             )
 
     def figures(self) -> dict[str, int]:
-        """Return the number of open grammars, and counts since the start: forced tokens, and masks
-        by when they were used (first possible step, the step after it, or later)."""
+        """Return the number of grammars that are open now, and counts since the start: forced
+        tokens, and masks that were used in the first possible step, in the step after it, or
+        later."""
         at_once, next_step, later = self._mask_delays
         return {
             "constrained": len(self._open),

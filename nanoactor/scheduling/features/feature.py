@@ -39,9 +39,9 @@ class Feature:
         """Process the sequences of a newly arrived request."""
 
     def admit(self, sequence: Sequence, turn: int) -> None:
-        """Process a sequence that is assigned a slot in turn (message to the block manager) number
-        `turn`. It is `MATCHING` (its prefix-cache lookup is outstanding) or starts as a copy of
-        another sequence."""
+        """Process a sequence that is assigned a slot. `turn` is the number of the turn (message to
+        the block manager) that assigns it. The sequence is `MATCHING` (its prefix-cache lookup is
+        outstanding) or starts as a copy of another sequence."""
 
     def answer(self, event: Answer, admitted: list[Sequence | None]) -> None:
         """Process an answer from the block manager. `admitted` has one entry per uid in

@@ -29,7 +29,7 @@ class Pooling(Feature):
 
     def take_results(self, results: Results, step: int) -> Iterable[Ending]:
         """Report the vectors that are complete after this step. Return their sequences, which
-        end."""
+        are now finished."""
         endings: list[Ending] = []
         for row, vector in results.pooled:
             sequence = row.sequence

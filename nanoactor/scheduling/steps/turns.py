@@ -106,15 +106,15 @@ class TurnBuilder:
         )
 
     def drop_pixels(self, pixels: DropPixels) -> None:
-        """Add an order to the runners to drop these pixels."""
+        """Add a command to the runners to drop these pixels."""
         self._pixels = pixels
 
     def drop_masks(self, masks: DropMasks) -> None:
-        """Add an order to the runners to drop these masks."""
+        """Add a command to the runners to drop these masks."""
         self._masks = masks
 
     def forget_index(self, number: int) -> None:
-        """Add an order to clear the block manager's prefix-cache index; `number` is that of the
+        """Add a command to clear the block manager's prefix-cache index; `number` is that of the
         `ForgetIndex` message."""
         self._forget_number = number
 

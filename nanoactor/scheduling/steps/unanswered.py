@@ -29,8 +29,8 @@ class UnansweredTurns:
     event.
 
     A step's results are held back while a turn with a failure is unanswered, because the failure
-    may affect other sequences. They are also held back while an admission is unanswered whose first
-    row is in that step or an earlier one.
+    may affect other sequences. They are also held back while there is an unanswered admission whose
+    first row is in that step or an earlier one.
     """
 
     def __init__(self) -> None:
@@ -44,19 +44,21 @@ class UnansweredTurns:
         self.held_back: deque[StepDone] = deque()
 
     def note_admission(self, turn: int, sequence: Sequence) -> None:
-        """Record an admission that is sent to the block manager in turn (message) number `turn`."""
+        """Record an admission. `turn` is the number of the turn (message to the block manager) that
+        contains it."""
         self._admissions.append(PendingAdmission(turn, sequence))
 
     def note_first_rows(self, turn: int, step: int, uids: set[int]) -> None:
-        """Record which of the sequences admitted in turn (message to the block manager) number
-        `turn` have their first row in step `step`. `uids` are the uids of all sequences with rows
-        in that step."""
+        """Record which of the sequences that the turn (message to the block manager) with the
+        number `turn` admits have their first row in step `step`. `uids` are the uids of all
+        sequences with rows in that step."""
         for entry in self._admissions:
             if entry.turn == turn and entry.sequence.uid in uids:
                 entry.step = step
 
     def note_failure(self, turn: int) -> None:
-        """Record that turn (message to the block manager) number `turn` reports a failure."""
+        """Record that the turn (message to the block manager) with the number `turn` reports a
+        failure."""
         self._last_failure_turn = turn
 
     def note_answer(self, turn: int) -> None:

@@ -137,8 +137,9 @@ def _sorted_candidates(scores, min_count, min_mass):
     """Return sort keys of the most likely tokens, int64, in descending order.
 
     The high half of a key is the score, as returned by `_to_ordered_int`, and the low half is the
-    complement of the token id. There are at least `min_count` tokens, or tokens with a total mass
-    (sum of e^score) above `min_mass`, or all tokens.
+    complement of the token id. The result contains enough tokens to reach `min_count` or to exceed
+    a total mass (sum of e^score) of `min_mass`, whichever comes first; all tokens if neither is
+    reached. It may contain more.
     """
     bound = np.float32(-4)
     while True:

@@ -6,7 +6,7 @@ or a min-p.
 
 The ids are those that `models/sampling/sampler.py` chooses: the random words and scores are the
 same, and of equal scores the lower id wins. That module itself samples rows with a top-k above
-`limits.CANDIDATES` and rows with penalties or other changes of logits. `masked_sampling.py` handles
+`limits.CANDIDATES` and rows with penalties or other changes to logits. `masked_sampling.py` handles
 masks.
 """
 
