@@ -16,10 +16,10 @@ from numpy.typing import NDArray
 from nanoactor.runtime import control
 from nanoactor.runtime.abandoning import close_soon
 from nanoactor.runtime.actor import Actor
+from nanoactor.runtime.affinity import LoopAffinity
 from nanoactor.runtime.children import check_environment, resource_error
 from nanoactor.runtime.errors import RuntimeFault
 from nanoactor.runtime.nodes import Nodes
-from nanoactor.runtime.origin import Origin
 from nanoactor.runtime.recoveries import RecoveryCallbacks
 from nanoactor.runtime.recovery import Death
 from nanoactor.runtime.supervisor import Supervisor
@@ -55,7 +55,7 @@ class System:
         with that error.
         """
         topology.validate()
-        self._origin = Origin()
+        self._affinity = LoopAffinity()
         self._nodes = Nodes(topology, options)
         self.ready = self._nodes.ready
         """Record that each actor published when it became ready, by actor name."""
@@ -80,10 +80,10 @@ class System:
         `picklable`, otherwise `StartupFailed` with the name of the actor or node and the traceback.
         In either case, all processes have already ended.
         """
-        if self._origin.loop is not None:
+        if self._affinity.loop is not None:
             raise RuntimeFault("a system can start only once; create a new one")
         check_environment()
-        loop = self._origin.record()
+        loop = self._affinity.record()
         try:
             await self._nodes.start(loop, self._supervisor)
         except BaseException as error:
@@ -107,23 +107,23 @@ class System:
     def check_usable(self) -> None:
         """Raise `NotUsableHere` unless the process and the event loop are those in which the system
         was started."""
-        self._origin.check()
+        self._affinity.check()
 
     @property
     def is_ours(self) -> bool:
         """True if this process started the system. False in a process forked from it."""
-        return self._origin.is_this_process
+        return self._affinity.is_this_process
 
     @property
     def is_here(self) -> bool:
         """True if the running event loop is the one on which the system was started."""
-        return self._origin.is_here
+        return self._affinity.is_here
 
     @property
     def running_elsewhere(self) -> asyncio.AbstractEventLoop | None:
         """The loop on which the system was started, if it is not the current one and still runs in
         another thread; otherwise None."""
-        return self._origin.loop_elsewhere
+        return self._affinity.loop_elsewhere
 
     @property
     def dead(self) -> BaseException | None:
@@ -213,7 +213,7 @@ class System:
     def abandon(self) -> None:
         """Kill every child process without waiting until it has ended. May be called from any
         thread."""
-        loop = self._origin.loop
+        loop = self._affinity.loop
         if loop is None or not self.is_ours or self._closed is not None:
             return
         self._nodes.children.kill()

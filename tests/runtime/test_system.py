@@ -237,11 +237,11 @@ def test_another_loop_and_a_forked_process_are_refused():
                     asyncio.run(use())
 
             await asyncio.to_thread(elsewhere)
-            run.system._origin.pid -= 1
+            run.system._affinity.pid -= 1
             with pytest.raises(NotUsableHere, match="another process"):
                 run.system.check_usable()
             await run.system.close()  # a fork leaves the system of its parent alone
-            run.system._origin.pid += 1
+            run.system._affinity.pid += 1
             run.outbox.send(ping(1))
             await run.until(lambda: run.asker.pongs)
 

@@ -8,7 +8,7 @@ import os
 from nanoactor.runtime.errors import NotUsableHere
 
 
-class Origin:
+class LoopAffinity:
     """The process and the event loop in which a `System` was started: the only ones in which it can
     be used. Before the start, no process and no loop is the right one."""
 
