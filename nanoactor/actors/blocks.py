@@ -85,7 +85,7 @@ class BlockManagerActor(Actor):
         for dropped in (turn.drop_pixels, turn.drop_masks):
             if dropped is not None:
                 self._runners.send(dropped)
-        self._manager.index()
+        self._manager.index.update()
         self._send_answer()
         self._publish_index(1 if len(turn.frees) or turn.forget_index else _MIN_CHANGES)
 

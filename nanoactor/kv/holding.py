@@ -100,6 +100,20 @@ class AnswerBuilder:
     is_due: bool = False
     """True if the scheduler is waiting for an answer."""
 
+    def add_admission(self, uid: int, hits: int, refund: int) -> None:
+        """Record that an admitted sequence has found `hits` computed positions, and that other
+        sequences already hold `refund` of its blocks."""
+        self.uids.append(uid)
+        self.hits.append(hits)
+        self.refunds.append(refund)
+        self.is_due = True
+
+    def add_copy(self, copy: Holding) -> None:
+        """Record that the blocks of a sequence are now a copy of another sequence's."""
+        if copy.tainted:
+            self.tainted.append(copy.uid)
+        self.is_due = True
+
     def add_freed(self, fence: int, blocks: int) -> None:
         """Record that `blocks` blocks become available once step `fence` is complete."""
         self.freed[fence] = self.freed.get(fence, 0) + blocks

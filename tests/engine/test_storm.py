@@ -275,7 +275,9 @@ class Bench:
             self.back.setdefault("credits", scheduler.statistics.steps)
 
     def see_blocks(self, event):
-        held = {block for holding in self.manager._holdings.values() for block in holding.table}
+        held = {
+            block for holding in self.manager.tables.holdings.values() for block in holding.table
+        }
         if self.manager.pool.available + len(held) == self.scheduler.config.blocks:
             self.back.setdefault("blocks", event.done)
 

@@ -118,7 +118,7 @@ def test_a_copy_of_what_is_bad_is_tainted_and_not_trusted():
     # Its next tokens fill the copied block.
     for done in (3, 4):
         turns.take(done=done, known=KnownTokens(int32(2), NONE, int32(6), NONE, NONE))
-    manager.index()
+    manager.index.update()
     assert not manager.pool._index
     manager.check()
 
@@ -147,7 +147,7 @@ def test_a_copys_blocks_are_its_sources_and_come_back_once():
     manager, prompt = turns.manager, np.arange(10, dtype=np.int32)
     plan = planned(1, 0, 0, 10, copies=[(1, 1), (2, 2)])
     turns.take(admissions=(admission(0, 0, prompt),), plan=plan)
-    tables = [manager._holdings[slot].table for slot in range(3)]
+    tables = [manager.tables.holdings[slot].table for slot in range(3)]
     assert tables[0][:2] == tables[1][:2] == tables[2][:2]
     assert len({table[2] for table in tables}) == 3
     answer = manager.take_answer()
@@ -156,7 +156,7 @@ def test_a_copys_blocks_are_its_sources_and_come_back_once():
     step = turns.take(admissions=(admission(3, 3, prompt, request=0),), plan=decoding(2, 1, 9))
     assert step.copies.sources.tolist() == [tables[0][2]] * 2
     assert step.copies.targets.tolist() == [tables[1][2], tables[2][2]]
-    assert manager._holdings[3].table[:2] == tables[0][:2]
+    assert manager.tables.holdings[3].table[:2] == tables[0][:2]
     assert manager.take_answer().refunds.tolist() == [2]
     manager.check()
     for slot, freed in ((0, 1), (3, 1), (1, 1), (2, 3)):

@@ -75,6 +75,10 @@ TURNS = "nanoactor.scheduling.steps.turns"
 PLANNED = "nanoactor.scheduling.steps.planned"
 OUTPUT = "nanoactor.scheduling.steps.output"
 MANAGER = "nanoactor.kv.manager"
+TABLES = "nanoactor.kv.tables"
+COMPUTED = "nanoactor.kv.computed"
+PREFIXES = "nanoactor.kv.prefix_index"
+BINDING = "nanoactor.kv.binding"
 POOL = "nanoactor.kv.pool"
 CHANGES = "nanoactor.kv.index_changes"
 HASHING = "nanoactor.kv.hashing"
@@ -123,9 +127,9 @@ _PATCHES = [
     ),
     Mutation(
         "what was computed before the index was forgotten is indexed after it",
-        MANAGER,
-        "            holding.distrusted = True\n        self.pool.forget_all()\n",
-        "            pass\n        self.pool.forget_all()\n",
+        PREFIXES,
+        "            holding.distrusted = True\n        self._pool.forget_all()\n",
+        "            pass\n        self._pool.forget_all()\n",
     ),
     Mutation(
         "an order to forget the index is lost with a process",
@@ -160,7 +164,7 @@ _PATCHES = [
     ),
     Mutation(
         "blocks are freed without a fence",
-        MANAGER,
+        TABLES,
         "self.pool.release(table[::-1], fence)",
         "self.pool.release(table[::-1], 0)",
     ),
@@ -186,15 +190,15 @@ _PATCHES = [
     ),
     Mutation(
         "a block of overrun tokens is indexed",
-        MANAGER,
+        PREFIXES,
         "self._to_index += zip(slots[full].tolist(), known[full].tolist(), strict=True)",
         "self._to_index += zip(slots[full].tolist(), (known[full] + 2).tolist(), strict=True)",
     ),
     Mutation(
         "a block is indexed before it is computed",
-        MANAGER,
-        "            self._index_full_blocks(slot, end)\n",
-        "            self._index_full_blocks(slot, int(self._known[slot]))\n",
+        BINDING,
+        "            self._index.index_full_blocks(slot, end)\n",
+        "            self._index.index_full_blocks(slot, int(tables.known[slot]))\n",
     ),
     Mutation(
         "a refund is forgotten",
@@ -245,7 +249,7 @@ _PATCHES = [
     ),
     Mutation(
         "a hash takes its grandparent for its parent",
-        MANAGER,
+        PREFIXES,
         'parent, extra = hashes[-1] if hashes else b""',
         'parent, extra = hashes[-2] if len(hashes) > 1 else b""',
     ),
@@ -269,7 +273,7 @@ _PATCHES = [
     ),
     Mutation(
         "children are evicted after their parents",
-        MANAGER,
+        TABLES,
         "self.pool.release(table[::-1], fence)",
         "self.pool.release(table, fence)",
     ),
@@ -568,7 +572,7 @@ _PATCHES = [
     ),
     Mutation(
         "blocks that were read before a failure was known are indexed after it",
-        MANAGER,
+        PREFIXES,
         "        if holding.distrusted:\n            return\n",
         "        if False:\n            return\n",
     ),
@@ -593,8 +597,8 @@ _PATCHES = [
     Mutation(
         "a failure is blamed on whoever has the slot now",
         MANAGER,
-        "holding = next(released, None) or self._holding(slot)",
-        "holding = self._holding(slot)",
+        "holding = next(released, None) or self.tables.holding(slot)",
+        "holding = self.tables.holding(slot)",
     ),
     Mutation(
         "pages of pictures are freed without a fence",
@@ -712,7 +716,7 @@ _PATCHES = [
     ),
     Mutation(
         "a copy shares the last block, which is not full",
-        MANAGER,
+        TABLES,
         "        if rest or spare:\n"
         "            table.append(self.pool.allocate())\n"
         "        if rest:",
@@ -726,15 +730,15 @@ _PATCHES = [
     ),
     Mutation(
         "a copy's references are not counted",
-        MANAGER,
+        TABLES,
         "        for block in table:\n            self.pool.share(block)\n",
         "        for block in table:\n            self.pool.is_held(block)\n",
     ),
     Mutation(
         "the last block of a copy stays empty",
-        MANAGER,
-        "self._copies.copy_block(source.table[full], table[full])",
-        "self._copies.copy_block(table[full], table[full])",
+        TABLES,
+        "self.copies.copy_block(source.table[full], table[full])",
+        "self.copies.copy_block(table[full], table[full])",
     ),
     Mutation(
         "the copy of a block costs no credit",
@@ -775,8 +779,8 @@ _PATCHES = [
     Mutation(
         "a prefix hit skips what is to be scored",
         MANAGER,
-        "        hashes = hashes[: self._max_hits(event) // self._block_size]\n",
-        "        hashes = hashes[:]\n",
+        "usable[: max_hits // self._block_size]",
+        "usable[:]",
     ),
     Mutation(
         "a prompt is scored again after a preemption",
@@ -1026,26 +1030,26 @@ _PATCHES = [
         "        for slot, (copy, tokens) in zip(slots, copies, strict=True):\n"
         "            self._release(slot, fence)\n",
         "        for slot, source in zip(slots, event.sources.tolist(), strict=True):\n"
-        "            copy, tokens = self._copy(self._holding(slot).uid, source, spare=True)\n"
+        "            copy, tokens = tables.copy(tables.holding(slot).uid, source, spare=True)\n"
         "            self._release(slot, fence)\n",
     ),
     Mutation(
         "a fork shares the last block, which its parent goes on to write",
-        MANAGER,
+        TABLES,
         "        table = source.table[:full]\n",
         "        table = source.table[: full + (spare and rest > 0)]\n",
     ),
     Mutation(
         "a fork's last block stays empty",
-        MANAGER,
+        TABLES,
         "        if rest:\n",
         "        if rest and not spare:\n",
     ),
     Mutation(
         "what a fork gives up is not fenced by the steps of those it shared with",
         MANAGER,
-        "            self._release(slot, fence)\n            self._assign_slot",
-        "            self._release(slot, 0)\n            self._assign_slot",
+        "            self._release(slot, fence)\n            tables.assign",
+        "            self._release(slot, 0)\n            tables.assign",
     ),
     Mutation(
         "a fork's block costs no credit",
@@ -1258,9 +1262,9 @@ _PATCHES = [
     ),
     Mutation(
         "blocks that a step was to compute are found after a death",
-        MANAGER,
-        "            self.pool.forget(block)\n        self._leftovers",
-        "            pass\n        self._leftovers",
+        PREFIXES,
+        "            self._pool.forget(block)\n        self.leftovers",
+        "            pass\n        self.leftovers",
     ),
     Mutation(
         "the cache is found although its memory is gone",
@@ -1282,7 +1286,7 @@ _PATCHES = [
     ),
     Mutation(
         "one position more is left than was computed",
-        MANAGER,
+        COMPUTED,
         "            self._computed[slots] = ends\n",
         "            self._computed[slots] = ends + 1\n",
     ),
@@ -1354,8 +1358,8 @@ _PATCHES = [
     ),
     Mutation(
         "what decode rows computed is left where rows go back behind them",
-        MANAGER,
-        "            self._discard_ends(computing.slots, computing.starts.astype(np.int64))\n",
+        BINDING,
+        "            tables.computed.discard(computing.slots, computing.starts.astype(np.int64))\n",
         "",
     ),
     Mutation(
@@ -1617,14 +1621,14 @@ _PATCHES += [
     Mutation(
         "copies of slots are not told where layers keep states of them",
         MANAGER,
-        "        self._copies.copy_slots(slots, event.sources.tolist())\n",
+        "        tables.copies.copy_slots(slots, event.sources.tolist())\n",
         "",
     ),
     Mutation(
         "a prefix is found though no block says what a layer's state was",
         MANAGER,
-        "return 0 if self._copies.has_slots else event.max_hits",
-        "return event.max_hits",
+        "0 if tables.copies.has_slots else event.max_hits",
+        "event.max_hits",
     ),
     Mutation(
         "a new sequence goes on with the state of the slot's last one",
@@ -1648,7 +1652,7 @@ RARE = [
     ),
     Mutation(
         "what decode rows compute in the place of forced tokens is left",
-        MANAGER,
+        TABLES,
         "        if len(event.runs):\n",
         "        if False:\n",
     ),

@@ -157,7 +157,7 @@ class Oracle:
         self.counts["deaths"] += 1
         for name in ("allocate", "remember", "release"):
             vars(self.manager.pool).pop(name, None)
-        vars(self.manager).pop("_forget_index", None)
+        vars(self.manager.index).pop("forget_all", None)
         self._note_facts()
         self._begin()
 
@@ -186,7 +186,8 @@ class Oracle:
         self._preempt, grants.preempt = grants.preempt, self.preempt
         admission = self.scheduler._admission
         self._admit, admission._admit = admission._admit, self.admit
-        self._forget, self.manager._forget_index = self.manager._forget_index, self.forget_index
+        index = self.manager.index
+        self._forget, index.forget_all = index.forget_all, self.forget_index
         self._plan, self.scheduler._plan = self.scheduler._plan, self.plan
         self._beside_stepwise = False
         running = self.scheduler._running
@@ -378,7 +379,7 @@ class Oracle:
         self._planned_slots.pop(step, None)
 
     def _stamped(self, step: Step) -> None:
-        holdings = self.manager._holdings
+        holdings = self.manager.tables.holdings
         decode, _, others = self._expander.expand(step.rows, step.leaves)
         decoding, counts = decode.tolist(), others.counts
         copies = others.slots[others.copies].tolist()
@@ -471,7 +472,7 @@ class Oracle:
         for slot, wants in zip(rows.slots.tolist(), rows.wants.tolist(), strict=True):
             answer = self.answers[by_slot[slot]]
             assert answer is not None
-            known = int(self.manager._known[slot])
+            known = int(self.manager.tables.known[slot])
             if wants & Want.KEEP:  # an answer is free until its end-of-sequence token is refused
                 assert answer.is_chosen(known) or known == answer.refused
             elif wants & Want.SAMPLE and not rows.choices[rows.slots == slot].any():
@@ -809,7 +810,7 @@ class Oracle:
         by now."""
         references = list(self.manager.pool._references)
         for slot in turn.frees.tolist():
-            table = self.manager._holdings[slot].table
+            table = self.manager.tables.holdings[slot].table
             for block in table:
                 references[block] -= 1
             freed = sum(not references[block] for block in table)
