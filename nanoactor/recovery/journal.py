@@ -128,17 +128,6 @@ class Entry:
         """Return the answer of the sequence with this uid."""
         return self.answers[uid - self.submit.uid]
 
-    def emitted_ids(self, answer: Answer) -> list[int]:
-        """Return the token ids of an answer that were emitted so far, including those emitted by
-        another engine."""
-        before = self.submit.output
-        return [*(before.token_ids.tolist() if before is not None else ()), *answer.token_ids]
-
-    def emitted_characters(self, answer: Answer) -> int:
-        """Return the number of characters of an answer's text that were emitted so far, including
-        those emitted by another engine."""
-        return max(0, self.submit.spec.text_options.delivered) + sum(map(len, answer.text))
-
     @property
     def is_over(self) -> bool:
         """True if the request has finished: it has failed, or all of its sequences have ended."""

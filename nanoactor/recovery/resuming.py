@@ -9,7 +9,7 @@ import numpy as np
 from nanoactor.messages.engine import Submit, Terminal
 from nanoactor.messages.resuming import ToldTokens
 from nanoactor.models.sampling.columns import split_rows
-from nanoactor.recovery.journal import Entry
+from nanoactor.recovery.journal import Answer, Entry
 
 LOST = (
     "a process of the engine has died, and an answer that its caller controls (as in beam "
@@ -41,7 +41,7 @@ def resume_submits(entry: Entry) -> list[Submit]:
 
 def _resume_submit(entry: Entry, uid: int, prompt_logprobs: int) -> Submit:
     spec, answer = entry.submit.spec, entry.answer(uid)
-    emitted, characters = entry.emitted_ids(answer), entry.emitted_characters(answer)
+    emitted, characters = _emitted_ids(entry, answer), _emitted_characters(entry, answer)
     spec = dataclasses.replace(
         spec,
         sampling=split_rows(spec.sampling)[answer.index],
@@ -71,9 +71,22 @@ def local_terminal(entry: Entry, uid: int, reason: str, error: str = "") -> Term
         reason=reason,
         stop_reason=None,
         error=error,
-        tokens=len(entry.emitted_ids(answer)),
-        characters=entry.emitted_characters(answer),
+        tokens=len(_emitted_ids(entry, answer)),
+        characters=_emitted_characters(entry, answer),
         cached_tokens=0,
         preemptions=0,
         began=-1,
     )
+
+
+def _emitted_ids(entry: Entry, answer: Answer) -> list[int]:
+    """Return the token ids of an answer that were emitted so far, including those emitted by
+    another engine."""
+    before = entry.submit.output
+    return [*(before.token_ids.tolist() if before is not None else ()), *answer.token_ids]
+
+
+def _emitted_characters(entry: Entry, answer: Answer) -> int:
+    """Return the number of characters of an answer's text that were emitted so far, including those
+    emitted by another engine."""
+    return max(0, entry.submit.spec.text_options.delivered) + sum(map(len, answer.text))
