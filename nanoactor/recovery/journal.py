@@ -16,6 +16,7 @@ from nanoactor.errors import (
 )
 from nanoactor.messages.engine import Submit, Terminal
 from nanoactor.messages.pooling import Float32
+from nanoactor.recovery.prompt_logprobs import PromptLogprobs
 from nanoactor.requests.outputs import (
     CompletionOutput,
     Logprobs,
@@ -69,8 +70,7 @@ class Entry:
         self.has_left_queue = False
         """True if the request no longer counts as waiting, because its first token has arrived or
         it has ended."""
-        self._prompt_logprobs: list[Logprobs | None] = [None]
-        self._has_delivered_prompt = False
+        self._prompt_logprobs = PromptLogprobs(submit.spec.prompt_logprobs >= 0)
         self._has_news = False
         self._waiter: asyncio.Future[None] | None = None
         self.accepted = asyncio.Event()
@@ -191,14 +191,12 @@ class Entry:
     def forget_partial_scores(self) -> None:
         """Drop incomplete prompt log-probabilities after a restart, because all of them are sent
         again."""
-        if not self.has_prompt_logprobs:
-            self._prompt_logprobs = [None]
+        self._prompt_logprobs.forget_partial(len(self.prompt_token_ids))
 
     @property
     def has_prompt_logprobs(self) -> bool:
         """True if the prompt's log-probabilities are complete or were not requested."""
-        wanted = self.submit.spec.prompt_logprobs >= 0
-        return not wanted or len(self._prompt_logprobs) == len(self.prompt_token_ids)
+        return self._prompt_logprobs.is_complete(len(self.prompt_token_ids))
 
     def raise_error(self) -> None:
         """Raise the error that ended the request, if there is one."""
@@ -209,15 +207,13 @@ class Entry:
 
     def add_prompt_logprobs(self, run: ReportedRun) -> None:
         """Append log-probabilities for the next prompt tokens."""
-        known = self._prompt_logprobs
-        for own, top in run.logprobs:
-            known.append({self.prompt_token_ids[len(known)]: own} | top)
+        self._prompt_logprobs.add(run, self.prompt_token_ids)
         if self.has_prompt_logprobs and self._has_news:  # new output has waited for these
             self.wake()
 
     def set_prompt_logprobs(self, logprobs: list[Logprobs | None]) -> None:
         """Set the log-probabilities of all prompt tokens at once."""
-        self._prompt_logprobs = logprobs
+        self._prompt_logprobs.values = logprobs
         self.wake()
 
     def _output(self) -> RequestOutput:
@@ -227,11 +223,6 @@ class Entry:
             answer.output(delta) for answer in self.answers if include_all or answer.has_undelivered
         ]
         first = self.answers[0].terminal
-        wanted = self.submit.spec.prompt_logprobs >= 0 and not (
-            delta and self._has_delivered_prompt
-        )
-        prompt_logprobs = self._prompt_logprobs if wanted and self.has_prompt_logprobs else None
-        self._has_delivered_prompt = True
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.submit.text,
@@ -241,7 +232,7 @@ class Entry:
             metrics=self.metrics,
             num_cached_tokens=first.cached_tokens if first else 0,
             num_preemptions=sum(one.terminal.preemptions for one in self.answers if one.terminal),
-            prompt_logprobs=prompt_logprobs,
+            prompt_logprobs=self._prompt_logprobs.emit(len(self.prompt_token_ids), delta),
         )
 
 

@@ -7,8 +7,10 @@ from nanoactor.admission.admission import Admission
 from nanoactor.messages.engine import Terminal
 from nanoactor.models.sampling.columns import WORDS
 from nanoactor.recovery.journal import Entry
+from nanoactor.recovery.prompt_logprobs import PromptLogprobs
 from nanoactor.recovery.resuming import resume_submits
-from nanoactor.requests.outputs import RequestOutputKind
+from nanoactor.requests.outputs import Logprob, RequestOutputKind
+from nanoactor.text.scores import ReportedRun
 from tests.api.test_admission import SALT, files, submit  # noqa: F401 - a fixture
 
 
@@ -50,12 +52,12 @@ def test_each_answer_goes_on_by_itself_behind_what_was_told():
 def test_a_prompt_whose_log_probabilities_are_complete_is_not_scored_again():
     asked = entry(prompt_logprobs=1)
     assert resume_submits(asked)[0].spec.prompt_logprobs == 1
-    asked._prompt_logprobs = [None, {}, {}]
+    asked._prompt_logprobs.values = [None, {}, {}]
     asked.forget_partial_scores()
     assert resume_submits(asked)[0].spec.prompt_logprobs == -1
-    asked._prompt_logprobs = [None, {}]
+    asked._prompt_logprobs.values = [None, {}]
     asked.forget_partial_scores()
-    assert asked._prompt_logprobs == [None]
+    assert asked._prompt_logprobs.values == [None]
     assert resume_submits(asked)[0].spec.prompt_logprobs == 1
 
 
@@ -77,3 +79,18 @@ def test_it_is_admitted_with_its_output_behind_its_prompt(files, output):  # noq
     assert admit.prompt_length == 3
     assert len(admit.hashes) == 1
     assert admit.spec.stopping.max_tokens == 8192 - 3
+
+
+def scored(*values):
+    return ReportedRun(0, True, [(Logprob(value), {}) for value in values], [])
+
+
+def test_a_prompts_log_probabilities_are_told_once_and_only_whole():
+    told = PromptLogprobs(is_wanted=True)
+    told.add(scored(-1.0), [5, 6, 7])
+    assert told.emit(3, is_delta=False) is None
+    told.add(scored(-2.0), [5, 6, 7])
+    whole = [None, {6: Logprob(-1.0)}, {7: Logprob(-2.0)}]
+    assert told.emit(3, is_delta=False) == whole
+    assert told.emit(3, is_delta=True) is None
+    assert PromptLogprobs(is_wanted=False).emit(1, is_delta=True) is None

@@ -120,7 +120,7 @@ def test_what_is_told_of_an_answer_counts_until_its_own_end():
     assert entry.error is not None
     delivered(frontend, scores=prompt_scores(0, 2), tokens=[(0, "x", 9), (1, "y", 8)])
     assert [list(answer.token_ids) for answer in entry.answers] == [[9], []]
-    assert len(entry._prompt_logprobs) == 3
+    assert len(entry._prompt_logprobs.values) == 3
     delivered(frontend, terminal(0, "abort"), tokens=[(0, "z", 7)])
     assert list(entry.answers[0].token_ids) == [9, 7]
     assert not frontend.has_work

@@ -57,6 +57,7 @@ BOOK = "nanoactor.grammar.book"
 READMISSION = "nanoactor.recovery.readmission"
 RESUMING = "nanoactor.recovery.resuming"
 JOURNAL = "nanoactor.recovery.journal"
+PROMPT_LOGPROBS = "nanoactor.recovery.prompt_logprobs"
 DETOKENIZING = "nanoactor.actors.detokenizer"
 TOKENIZING = "nanoactor.actors.tokenizer"
 RUNNING = "nanoactor.actors.runner"
@@ -1089,7 +1090,7 @@ _PATCHES = [
     ),
     Mutation(
         "a caller is heard before all answers have told",
-        "nanoactor.recovery.journal",
+        JOURNAL,
         "        due = all(len(answer.token_ids) > self.continued for answer in live)\n",
         "        due = any(len(answer.token_ids) > self.continued for answer in live)\n",
     ),
@@ -1157,9 +1158,9 @@ _PATCHES = [
     ),
     Mutation(
         "what was told of a prompt is told again behind a death",
-        JOURNAL,
-        "        if not self.has_prompt_logprobs:\n            self._prompt_logprobs = [None]",
-        "        if False:\n            self._prompt_logprobs = [None]",
+        PROMPT_LOGPROBS,
+        "        if not self.is_complete(length):\n            self.values = [None]",
+        "        if False:\n            self.values = [None]",
     ),
     Mutation(
         "a grammar is told nothing of an answer that goes on",

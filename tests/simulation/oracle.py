@@ -1138,7 +1138,7 @@ class Oracle:
     def _check_prompt_scores(self, entry: Any) -> None:
         """What was told of the prompt is right, and all was told where there is output."""
         ask, uid = self._scenario.asks[self.positions[entry.submit.uid]], entry.submit.uid
-        found, expected = entry._prompt_logprobs, self.answers[uid]
+        found, expected = entry._prompt_logprobs.values, self.answers[uid]
         if ask.prompt_logprobs < 0 or expected is None:
             assert found == [None]
             return
