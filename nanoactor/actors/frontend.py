@@ -16,6 +16,7 @@ from nanoactor.actors.control import EngineControl
 from nanoactor.actors.index_feed import IndexFeed
 from nanoactor.actors.media_sending import MediaSender
 from nanoactor.admission.admission import Admission
+from nanoactor.admission.continuation import check_continuation
 from nanoactor.errors import (
     ComputationFailed,
     EngineOverloaded,
@@ -359,35 +360,10 @@ class FrontendActor(Actor):
         if self._is_restarting:
             self._fail_lost(entry)
             entry.raise_error()
-        self._check_resume(entry, parents, tokens)
+        check_continuation(entry, parents, tokens, self._vocabulary)
         entry.continued += 1
         rows = np.array(parents, np.int32), np.array(tokens, np.int32)
         self._scheduler.send(Continue(entry.submit.uid, *rows))
-
-    def _check_resume(self, entry: Entry, parents: Sequence[int], tokens: Sequence[int]) -> None:
-        answers = entry.answers
-        if not entry.is_held or entry.aborted:
-            raise InvalidRequest(
-                "the request cannot be continued, because its answers are not paused; wait "
-                "for held() first"
-            )
-        if not len(parents) == len(tokens) == len(answers):
-            raise InvalidRequest(
-                f"parents and tokens must have one item for each of the {len(answers)} "
-                f"answers, got {len(parents)} parents and {len(tokens)} tokens"
-            )
-        ended = {index for index, answer in enumerate(answers) if answer.terminal is not None}
-        continuing = [index for index, parent in enumerate(parents) if parent != -1]
-        if ended & {*continuing, *(parents[index] for index in continuing)}:
-            raise InvalidRequest(f"answers {sorted(ended)} have ended and cannot be continued")
-        if not all(0 <= parents[index] < len(answers) for index in continuing):
-            raise InvalidRequest(f"parents must be from -1 to {len(answers) - 1}")
-        if not all(0 <= tokens[index] < self._vocabulary for index in continuing):
-            raise InvalidRequest(f"tokens must be token ids from 0 to {self._vocabulary - 1}")
-        if continuing and entry.continued + 1 >= entry.submit.spec.stopping.max_tokens:
-            raise InvalidRequest(
-                "the request cannot be continued, because its answers have reached max_tokens"
-            )
 
     def fail_all(self, error: NanoactorError) -> None:
         """End every unfinished request with `error`, because the engine is gone."""
