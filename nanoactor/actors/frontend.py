@@ -3,7 +3,6 @@ journal of all live requests."""
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import logging
 import time
@@ -17,13 +16,8 @@ from nanoactor.actors.index_feed import IndexFeed
 from nanoactor.actors.media_sending import MediaSender
 from nanoactor.admission.admission import Admission
 from nanoactor.admission.continuation import check_continuation
-from nanoactor.errors import (
-    ComputationFailed,
-    EngineOverloaded,
-    InvalidRequest,
-    NanoactorError,
-    PoisonRequest,
-)
+from nanoactor.admission.waiting import WaitingQueue
+from nanoactor.errors import ComputationFailed, NanoactorError, PoisonRequest
 from nanoactor.kv.index_events import IndexEvents
 from nanoactor.messages.engine import Abort, Continue, OutputDelta, Submit, Terminal
 from nanoactor.messages.resuming import Resume
@@ -54,9 +48,7 @@ class FrontendActor(Actor):
         self._entries: dict[int, Entry] = {}
         self._by_id: dict[str, Entry] = {}
         """Entries by request id, for requests that have not ended for their reader."""
-        self._waiting_requests: set[int] = set()
-        """Uids of sequences that wait for their first token."""
-        self._waiting_tokens = self._waiting_media_bytes = 0
+        self.queue = WaitingQueue(config.engine)
         self._untokenized: dict[int, tuple[int, int]] = {}
         """(index of the tokenizer, charge) of each request that no tokenizer has processed yet, by
         uid. The charge is the request's size as it counts towards the limits."""
@@ -71,9 +63,6 @@ class FrontendActor(Actor):
         self._step_at = 0
         self._media = MediaSender(())
         self.index = IndexFeed()
-        self._progress: asyncio.Event | None = None
-        """Event that is set, and then dropped, when a request stops waiting; None if no caller
-        waits for it."""
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """Look up the outboxes to the other actors, and set the limits on requests according to the
@@ -205,39 +194,11 @@ class FrontendActor(Actor):
 
     # -- from the user --------------------------------------------------------------------
 
-    def _check_room(self, entries: Sequence[Entry]) -> None:
-        """Raise `EngineOverloaded` if the queue has no room for these requests, or `InvalidRequest`
-        if there are more of them than may ever wait."""
-        config, requests = self._config, sum(len(entry.waiting_uids) for entry in entries)
-        charge, media = sum(e.charge for e in entries), sum(e.media_bytes for e in entries)
-        if requests > config.max_waiting_requests:
-            raise InvalidRequest(
-                f"{requests} answers were requested at once, but at most "
-                f"{config.max_waiting_requests} may wait (max_waiting_requests); request fewer "
-                "answers, or raise max_waiting_requests"
-            )
-        if len(self._waiting_requests) + requests > config.max_waiting_requests:
-            raise EngineOverloaded(
-                f"{len(self._waiting_requests)} requests are already waiting, and "
-                f"max_waiting_requests is {config.max_waiting_requests}; try again later"
-            )
-        if self._waiting_tokens and self._waiting_tokens + charge > config.max_waiting_tokens:
-            raise EngineOverloaded(
-                f"{self._waiting_tokens} prompt tokens are already waiting, and "
-                f"max_waiting_tokens is {config.max_waiting_tokens}; try again later"
-            )
-        waiting_media = self._waiting_media_bytes
-        if waiting_media and waiting_media + media > config.max_waiting_media_bytes:
-            raise EngineOverloaded(
-                f"{waiting_media} bytes of pictures and videos are already waiting, and "
-                f"max_waiting_media_bytes is {config.max_waiting_media_bytes}; try again later"
-            )
-
     def announce(self) -> None:
         """Wake the other processes, because a request is about to be submitted. They wake up while
         the request is checked. Does nothing if requests are already waiting, because then the
         processes are awake or busy."""
-        if not self._waiting_requests:
+        if not self.queue:
             self.context.wake_others()
 
     def submit(self, make: Callable[[int], Entry]) -> Entry:
@@ -257,7 +218,7 @@ class FrontendActor(Actor):
             entries.append(make(uid))
             uid = entries[-1].uids.stop
         if not all(entry.is_moved for entry in entries):  # moved ones were accepted before
-            self._check_room(entries)
+            self.queue.check_room(entries)
         for entry in entries:
             self._send(entry)
         return entries
@@ -267,13 +228,11 @@ class FrontendActor(Actor):
         if not self._is_restarting and not self._readmission.defer(entry):
             # If requests are waiting, the detour over a tokenizer costs nothing, and tokenizers
             # have more time than the user's event loop.
-            self._dispatch(entry, entry.submit, direct=not self._waiting_requests)
+            self._dispatch(entry, entry.submit, direct=not self.queue)
         self._next_uid = entry.uids.stop
         self._entries |= dict.fromkeys(entry.uids, entry)
         self._by_id[entry.request_id] = entry
-        self._waiting_requests.update(entry.waiting_uids)
-        self._waiting_tokens += entry.charge
-        self._waiting_media_bytes += entry.media_bytes
+        self.queue.add(entry)
         self.context.track.add(self._submit_kind, uid, begin, time.monotonic_ns())
 
     def _dispatch(self, entry: Entry, submit: Submit, direct: bool) -> None:
@@ -306,13 +265,6 @@ class FrontendActor(Actor):
         self._media.on_ready(outbox)
 
     # -- the queue ------------------------------------------------------------------------
-
-    async def wait_for_capacity(self) -> None:
-        """Wait until any waiting request receives its first token or finishes. Return at once if no
-        request is waiting."""
-        if self._waiting_requests:
-            self._progress = self._progress or asyncio.Event()
-            await self._progress.wait()
 
     def _choose_tokenizer(self, size: int) -> int:
         """Return the index of the least loaded tokenizer for a prompt of `size` bytes or tokens. If
@@ -374,9 +326,7 @@ class FrontendActor(Actor):
         self._entries.clear()
         self._media.forget()
         self._by_id.clear()
-        self._waiting_requests.clear()
-        self._waiting_tokens = self._waiting_media_bytes = 0
-        self._notify_progress()
+        self.queue.clear()
         self.index.end(error)
 
     def entry_of(self, request_id: str) -> Entry | None:
@@ -427,9 +377,7 @@ class FrontendActor(Actor):
                 return
             entry.prompt_token_ids = prompt
             entry.accepted.set()
-            if not entry.has_left_queue:
-                self._waiting_tokens += len(prompt) - entry.charge
-                entry.charge = len(prompt)
+            self.queue.set_prompt_length(entry, len(prompt))
 
     def _note_tokenized(self, uid: int) -> None:
         tokenizer, size = self._untokenized.pop(uid, (0, 0))
@@ -451,7 +399,7 @@ class FrontendActor(Actor):
             metrics.last_token_time = now
         if metrics.first_token_time is None:
             metrics.first_token_time = now
-            self._leave_queue(entry, uid)
+            self.queue.leave(entry, uid)
         if text:
             answer.text.append(text)
         answer.token_ids += ids
@@ -459,28 +407,13 @@ class FrontendActor(Actor):
             answer.add_logprob_run(logprobs)
         entry.wake()
 
-    def _leave_queue(self, entry: Entry, uid: int) -> None:
-        """Stop counting a sequence as waiting. When the first sequence of a request leaves the
-        queue, also stop counting the request's prompt tokens and media."""
-        self._waiting_requests.discard(uid)
-        if not entry.has_left_queue:
-            entry.has_left_queue = True
-            self._waiting_tokens -= entry.charge
-            self._waiting_media_bytes -= entry.media_bytes
-        self._notify_progress()
-
-    def _notify_progress(self) -> None:
-        if self._progress is not None:
-            self._progress.set()
-            self._progress = None
-
     def _on_terminal(self, terminal: Terminal) -> None:
         self._note_tokenized(terminal.uid)
         entry = self._entries.pop(terminal.uid, None)
         if entry is None:
             return
-        if terminal.uid in self._waiting_requests:
-            self._leave_queue(entry, terminal.uid)
+        if terminal.uid in self.queue:
+            self.queue.leave(entry, terminal.uid)
         if entry.answer(terminal.uid).terminal is None:
             self._note_end(entry, terminal)
         if entry.error is not None:
@@ -510,9 +443,9 @@ class FrontendActor(Actor):
         """
         return {
             "entries": len(self._entries),
-            "waiting_requests": len(self._waiting_requests),
-            "waiting_tokens": self._waiting_tokens,
-            "waiting_media_bytes": self._waiting_media_bytes,
+            "waiting_requests": len(self.queue),
+            "waiting_tokens": self.queue.tokens,
+            "waiting_media_bytes": self.queue.media_bytes,
             "kept": self._readmission.waiting,
             "untokenized": len(self._untokenized),
             "direct": self._num_direct,

@@ -532,7 +532,7 @@ class AsyncLLM(ControlCalls, PoolingCalls):
     @public
     async def wait_for_capacity(self) -> None:
         """Wait until the queue may accept another request. Call this after `EngineOverloaded`."""
-        await self._require_frontend().wait_for_capacity()
+        await self._require_frontend().queue.wait_for_capacity()
 
     @public
     def index_events(self) -> AsyncGenerator[IndexEvents, None]:

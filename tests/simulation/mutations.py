@@ -86,6 +86,7 @@ HASHING = "nanoactor.kv.hashing"
 LEFTOVERS = "nanoactor.kv.leftovers"
 DETOKENIZER = "nanoactor.text.detokenizer"
 FRONTEND = "nanoactor.actors.frontend"
+WAITING = "nanoactor.admission.waiting"
 BLOCKS = "nanoactor.actors.blocks"
 BATCH = "nanoactor.runner.batch.batch"
 TABLE_OF_RULES = "nanoactor.runner.batch.sampling_table"
@@ -514,7 +515,7 @@ _PATCHES = [
     Mutation(
         "a request that is over still counts as waiting",
         FRONTEND,
-        "        if terminal.uid in self._waiting_requests:\n",
+        "        if terminal.uid in self.queue:\n",
         "        if False:\n",
     ),
     Mutation(
@@ -561,8 +562,8 @@ _PATCHES = [
     ),
     Mutation(
         "the queue of waiting requests has no bound",
-        FRONTEND,
-        "if len(self._waiting_requests) + requests > config.max_waiting_requests:",
+        WAITING,
+        "if len(self._uids) + requests > config.max_waiting_requests:",
         "if False:",
     ),
     Mutation(
