@@ -22,7 +22,7 @@ from nanoactor.kv.index_events import IndexEvents
 from nanoactor.messages.engine import Abort, Continue, OutputDelta, Submit, Terminal
 from nanoactor.messages.resuming import Resume
 from nanoactor.messages.vision import ResendMedia
-from nanoactor.recovery.journal import Entry
+from nanoactor.recovery.journal import Entry, Journal
 from nanoactor.recovery.readmission import Readmission
 from nanoactor.recovery.resuming import CHANGED, LOST, POISON, local_terminal, resume_submits
 from nanoactor.recovery.suspects import TRIAL_SECONDS
@@ -45,15 +45,12 @@ class FrontendActor(Actor):
         self._config, self._files, self._salt = config.engine, config.files, config.salt
         self._has_vision = config.files.images is not None
         self._vocabulary = config.files.config.vocab_size
-        self._entries: dict[int, Entry] = {}
-        self._by_id: dict[str, Entry] = {}
-        """Entries by request id, for requests that have not ended for their reader."""
+        self.journal = Journal()
         self.queue = WaitingQueue(config.engine)
         self._untokenized: dict[int, tuple[int, int]] = {}
         """(index of the tokenizer, charge) of each request that no tokenizer has processed yet, by
         uid. The charge is the request's size as it counts towards the limits."""
         self._load = [0] * self._config.num_tokenizers
-        self._next_uid = 0
         self._is_restarting = False
         """True if all processes are restarting, so that nothing can be sent."""
         self._readmission = Readmission(config.engine.max_num_seqs)
@@ -90,9 +87,7 @@ class FrontendActor(Actor):
         self._is_restarting = True
         self.control.detach()
         now = self.context.now()
-        verdict = self._readmission.note_deaths(
-            deaths, self._unique_entries(), self._may_run_on, now
-        )
+        verdict = self._readmission.note_deaths(deaths, self.journal.entries, self._may_run_on, now)
         if verdict is None:
             return 0
         culprit, death, explained = verdict
@@ -130,7 +125,7 @@ class FrontendActor(Actor):
         """Send all unfinished requests again after all processes have restarted. Held requests, for
         which a caller chooses each token, end with an error."""
         self._is_restarting = False
-        for entry in self._unique_entries():
+        for entry in self.journal.entries:
             if entry.aborted:
                 self._end_aborted(entry)
             elif entry.submit.spec.held:
@@ -138,11 +133,9 @@ class FrontendActor(Actor):
             else:
                 entry.forget_partial_scores()
         self.control.attach(self._scheduler)
-        self._scheduler.send(Resume(self._next_uid, np.array([*self._entries], np.int64)))
-        self._readmit(self._readmission.admit(self._unique_entries(), self.context.now()))
-
-    def _unique_entries(self) -> list[Entry]:
-        return list({id(entry): entry for entry in self._entries.values()}.values())
+        live = np.array([*self.journal.uids], np.int64)
+        self._scheduler.send(Resume(self.journal.next_uid, live))
+        self._readmit(self._readmission.admit(self.journal.entries, self.context.now()))
 
     def _readmit(self, entries: Sequence[Entry]) -> None:
         """Send these requests again. If they form a trial, which tests requests that may have
@@ -161,7 +154,7 @@ class FrontendActor(Actor):
             self._dispatch(entry, submit, direct=submit.output is not None)
 
     def _check_trial(self) -> None:
-        if self._readmission.is_cleared(self._unique_entries(), self.context.now()):
+        if self._readmission.is_cleared(self.journal.entries, self.context.now()):
             self._end_trial(self._readmission.trials)
 
     def _end_trial(self, trial: int) -> None:
@@ -170,12 +163,12 @@ class FrontendActor(Actor):
 
     def _end_aborted(self, entry: Entry) -> None:
         """End an aborted request here, since no other process has it any more."""
-        for uid in [uid for uid in entry.uids if self._entries.get(uid) is entry]:
+        for uid in self.journal.live_uids(entry):
             self._on_terminal(local_terminal(entry, uid, "abort"))
 
     def _fail_lost(self, entry: Entry) -> None:
         entry.aborted = True
-        for uid in [uid for uid in entry.uids if self._entries.get(uid) is entry]:
+        for uid in self.journal.live_uids(entry):
             self._on_terminal(local_terminal(entry, uid, "failed", LOST))
 
     def handlers(self) -> Mapping[type, Handler]:
@@ -213,7 +206,7 @@ class FrontendActor(Actor):
     def submit_all(self, factories: Sequence[Callable[[int], Entry]]) -> list[Entry]:
         """Submit several requests, or raise `EngineOverloaded` and submit none if the queue has no
         room for all. Each factory creates a journal entry, given its first uid."""
-        entries, uid = [], self._next_uid
+        entries, uid = [], self.journal.next_uid
         for make in factories:
             entries.append(make(uid))
             uid = entries[-1].uids.stop
@@ -229,9 +222,7 @@ class FrontendActor(Actor):
             # If requests are waiting, the detour over a tokenizer costs nothing, and tokenizers
             # have more time than the user's event loop.
             self._dispatch(entry, entry.submit, direct=not self.queue)
-        self._next_uid = entry.uids.stop
-        self._entries |= dict.fromkeys(entry.uids, entry)
-        self._by_id[entry.request_id] = entry
+        self.journal.add(entry)
         self.queue.add(entry)
         self.context.track.add(self._submit_kind, uid, begin, time.monotonic_ns())
 
@@ -256,7 +247,7 @@ class FrontendActor(Actor):
     def _resend(self, event: ResendMedia) -> None:
         """Send media again that a vision worker has dropped, unless the request has finished."""
         for uid, item in zip(event.uids.tolist(), event.items.tolist(), strict=True):
-            entry = self._entries.get(uid)
+            entry = self.journal.find(uid)
             if entry is not None and not self._media.is_sending(uid, item):
                 self._media.send(entry, uid, item, -1)
 
@@ -284,7 +275,7 @@ class FrontendActor(Actor):
         if self._is_restarting:
             self._end_aborted(entry)
             return
-        live = [uid for uid in entry.uids if self._entries.get(uid) is entry]
+        live = self.journal.live_uids(entry)
         for uid in live:
             self._scheduler.send(Abort(uid))
         waits = entry.submit.chat is not None or entry.media
@@ -298,11 +289,7 @@ class FrontendActor(Actor):
         for uid in entry.uids:
             if entry.answer(uid).terminal is None:
                 self._note_end(entry, local_terminal(entry, uid, "abort"))
-        self._forget_id(entry)
-
-    def _forget_id(self, entry: Entry) -> None:
-        if self._by_id.get(entry.request_id) is entry:  # otherwise the id was reused
-            del self._by_id[entry.request_id]
+        self.journal.forget_id(entry)
 
     def resume_held(self, entry: Entry, parents: Sequence[int], tokens: Sequence[int]) -> None:
         """Resume the paused sequences of a request. Sequence i becomes a copy of sequence
@@ -319,24 +306,19 @@ class FrontendActor(Actor):
 
     def fail_all(self, error: NanoactorError) -> None:
         """End every unfinished request with `error`, because the engine is gone."""
-        for entry in self._unique_entries():
+        for entry in self.journal.entries:
             if not entry.is_over:
                 entry.error = error
                 entry.end()
-        self._entries.clear()
+        self.journal.clear()
         self._media.forget()
-        self._by_id.clear()
         self.queue.clear()
         self.index.end(error)
-
-    def entry_of(self, request_id: str) -> Entry | None:
-        """Return the journal entry of the live request with this id; None if there is none."""
-        return self._by_id.get(request_id)
 
     @property
     def has_work(self) -> bool:
         """True if there are unfinished requests and the engine is not paused."""
-        return bool(self._entries) and not self.control.is_paused
+        return bool(self.journal) and not self.control.is_paused
 
     # -- from the detokenizer -------------------------------------------------------------
 
@@ -349,7 +331,7 @@ class FrontendActor(Actor):
         runs = [] if chunk.scores is None else list(reported_runs(chunk.scores))
         logprobs = {run.uid: run for run in runs if not run.is_prompt}
         for run in runs:
-            if run.is_prompt and (entry := self._unfinished_entry(run.uid)) is not None:
+            if run.is_prompt and (entry := self.journal.find_unfinished(run.uid)) is not None:
                 entry.add_prompt_logprobs(run)
         for uid, text, count in zip(
             chunk.uids.tolist(), chunk.texts, chunk.counts.tolist(), strict=True
@@ -360,7 +342,7 @@ class FrontendActor(Actor):
             for uid, vector in zip(
                 chunk.vectors.uids.tolist(), chunk.vectors.values.copy(), strict=True
             ):
-                if (entry := self._unfinished_entry(uid)) is not None:
+                if (entry := self.journal.find_unfinished(uid)) is not None:
                     entry.answer(uid).vector = vector
         for terminal in chunk.terminals:
             self._on_terminal(terminal)
@@ -369,7 +351,7 @@ class FrontendActor(Actor):
 
     def _on_opened(self, uid: int, prompt: list[int]) -> None:
         self._note_tokenized(uid)
-        entry = self._unfinished_entry(uid)
+        entry = self.journal.find_unfinished(uid)
         if entry is not None and prompt:  # only one of several sequences carries the prompt
             if entry.accepted.is_set() and prompt != entry.prompt_token_ids:
                 entry.error = ComputationFailed(CHANGED)
@@ -383,14 +365,8 @@ class FrontendActor(Actor):
         tokenizer, size = self._untokenized.pop(uid, (0, 0))
         self._load[tokenizer] -= size
 
-    def _unfinished_entry(self, uid: int) -> Entry | None:
-        """Return the entry of a sequence; None if the sequence has already ended for its reader.
-        The engine may still emit output of it for a while."""
-        entry = self._entries.get(uid)
-        return entry if entry is not None and entry.answer(uid).terminal is None else None
-
     def _on_delta(self, uid: int, text: str, ids: list[int], logprobs: ReportedRun | None) -> None:
-        entry = self._unfinished_entry(uid)
+        entry = self.journal.find_unfinished(uid)
         if entry is None:
             return
         answer = entry.answer(uid)
@@ -409,7 +385,7 @@ class FrontendActor(Actor):
 
     def _on_terminal(self, terminal: Terminal) -> None:
         self._note_tokenized(terminal.uid)
-        entry = self._entries.pop(terminal.uid, None)
+        entry = self.journal.remove(terminal.uid)
         if entry is None:
             return
         if terminal.uid in self.queue:
@@ -419,7 +395,7 @@ class FrontendActor(Actor):
         if entry.error is not None:
             self.abort(entry)
         if all(answer.terminal is not None for answer in entry.answers):
-            self._forget_id(entry)
+            self.journal.forget_id(entry)
             entry.end()
 
     def _note_end(self, entry: Entry, terminal: Terminal) -> None:
@@ -442,7 +418,7 @@ class FrontendActor(Actor):
         of the monotonic clock.
         """
         return {
-            "entries": len(self._entries),
+            "entries": len(self.journal),
             "waiting_requests": len(self.queue),
             "waiting_tokens": self.queue.tokens,
             "waiting_media_bytes": self.queue.media_bytes,

@@ -508,7 +508,7 @@ class AsyncLLM(ControlCalls, PoolingCalls):
         if request_id is None:
             return
         check_request_id(request_id)
-        if request_id in self._opening_media or frontend.entry_of(request_id) is not None:
+        if request_id in self._opening_media or frontend.journal.find_by_id(request_id) is not None:
             raise InvalidRequest(f"request_id {request_id!r} is already in use by another request")
 
     @public
@@ -524,7 +524,7 @@ class AsyncLLM(ControlCalls, PoolingCalls):
         opening = self._opening_media.get(request_id)
         if opening is not None and not opening.done():
             opening.set_result(None)  # the request has not reached the engine yet
-        entry = frontend.entry_of(request_id)
+        entry = frontend.journal.find_by_id(request_id)
         if entry is not None:
             frontend.abort(entry)
             frontend.end_for_reader(entry)

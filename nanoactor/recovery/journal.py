@@ -1,11 +1,12 @@
-"""The journal entries of live requests: what was submitted, and the output emitted so far."""
+"""The journal of live requests, and its entries: what was submitted, and the output emitted so
+far."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from nanoactor.errors import (
     ComputationFailed,
@@ -317,6 +318,71 @@ class Answer:
             logprobs=self.logprobs[tokens:] if self.logprobs is not None else None,
             text_offsets=self.offsets[tokens:] if scored else None,
         )
+
+
+class Journal:
+    """The entries of all requests that the engine has not released yet. The frontend owns it; after
+    a restart, the unfinished requests are sent again from it."""
+
+    def __init__(self) -> None:
+        self._entries: dict[int, Entry] = {}
+        """The entry of each live sequence, by uid."""
+        self._by_id: dict[str, Entry] = {}
+        """Entries by request id, for requests that have not ended for their reader."""
+        self.next_uid = 0
+        """First uid of the next request. The scheduler relies on uids without gaps."""
+
+    def __len__(self) -> int:
+        """Return the number of live sequences."""
+        return len(self._entries)
+
+    @property
+    def uids(self) -> Collection[int]:
+        """Uids of the live sequences."""
+        return self._entries.keys()
+
+    @property
+    def entries(self) -> list[Entry]:
+        """The entries of all live requests, each once."""
+        return list({id(entry): entry for entry in self._entries.values()}.values())
+
+    def add(self, entry: Entry) -> None:
+        """Add a new request, whose uids begin with `next_uid`."""
+        self.next_uid = entry.uids.stop
+        self._entries |= dict.fromkeys(entry.uids, entry)
+        self._by_id[entry.request_id] = entry
+
+    def find(self, uid: int) -> Entry | None:
+        """Return the entry of a live sequence; None if the sequence is not live."""
+        return self._entries.get(uid)
+
+    def find_unfinished(self, uid: int) -> Entry | None:
+        """Return the entry of a sequence; None if the sequence has already ended for its reader.
+        The engine may still emit output of it for a while."""
+        entry = self._entries.get(uid)
+        return entry if entry is not None and entry.answer(uid).terminal is None else None
+
+    def find_by_id(self, request_id: str) -> Entry | None:
+        """Return the entry of the live request with this id; None if there is none."""
+        return self._by_id.get(request_id)
+
+    def live_uids(self, entry: Entry) -> list[int]:
+        """Return the uids of a request's live sequences."""
+        return [uid for uid in entry.uids if self._entries.get(uid) is entry]
+
+    def remove(self, uid: int) -> Entry | None:
+        """Remove a sequence that has ended, and return its entry; None if it is not live."""
+        return self._entries.pop(uid, None)
+
+    def forget_id(self, entry: Entry) -> None:
+        """Free the id of a request that has ended for its reader, so that it can be used again."""
+        if self._by_id.get(entry.request_id) is entry:  # otherwise the id was reused
+            del self._by_id[entry.request_id]
+
+    def clear(self) -> None:
+        """Remove all requests, because the engine is gone."""
+        self._entries.clear()
+        self._by_id.clear()
 
 
 def _text_bytes(submit: Submit) -> int:

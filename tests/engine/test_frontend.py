@@ -104,9 +104,9 @@ def test_the_error_of_one_answer_ends_the_others():
     ]
     with pytest.raises(InvalidRequest, match="because"):
         entry.raise_error()
-    assert frontend.entry_of("one") is entry
+    assert frontend.journal.find_by_id("one") is entry
     delivered(frontend, terminal(0, "abort"), terminal(3, "error"))
-    assert frontend.entry_of("one") is None
+    assert frontend.journal.find_by_id("one") is None
     assert not frontend.has_work
     assert frontend.statistics()["waiting_requests"] == frontend.statistics()["waiting_tokens"] == 0
     assert len(outboxes["scheduler"].sent) == 3

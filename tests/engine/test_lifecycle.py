@@ -166,7 +166,8 @@ def test_abort_by_id_is_acknowledged_and_the_stream_says_so():
             with pytest.raises(ValueError, match="mine"):
                 await collect(llm, "ROMEO:", greedy(3), request_id="mine")
             await llm.abort("mine")
-            assert llm._frontend.entry_of("mine") is None, "it returns when nothing follows"
+            known = llm._frontend.journal.find_by_id("mine")
+            assert known is None, "it returns when nothing follows"
             output = await asyncio.wait_for(task, 10)
             assert output.outputs[0].finish_reason == "abort"
             await llm.abort("mine")

@@ -155,7 +155,7 @@ class Request:
 
     async def abort(self):
         """When it returns nothing follows, whatever the moment was."""
-        known = self.llm._frontend.entry_of(self.name)
+        known = self.llm._frontend.journal.find_by_id(self.name)
         await self.llm.abort(self.name)
         assert known is None or known.is_over
 
@@ -261,7 +261,7 @@ class Bench:
     async def reach(self, name, wanted):
         """Wait until a request's sequence is where the test wants it."""
         while True:
-            entry = self.llm._frontend.entry_of(name)
+            entry = self.llm._frontend.journal.find_by_id(name)
             sequence = self.scheduler.live.get(entry.submit.uid) if entry else None
             if sequence is not None and wanted(sequence):
                 return

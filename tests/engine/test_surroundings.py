@@ -180,7 +180,7 @@ def test_looking_for_a_name_costs_no_look_at_the_others():
             streams = [llm.generate("a", FEW, request_id=name) for name in names]
             tasks = [asyncio.ensure_future(anext(stream)) for stream in streams]
             await asyncio.sleep(0)
-            assert frontend.entry_of("name-500") is not None
+            assert frontend.journal.find_by_id("name-500") is not None
             assert asked < 20, f"{asked} comparisons for 1000 names"
             await asyncio.gather(*tasks)
             for stream in streams:

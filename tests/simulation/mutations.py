@@ -510,7 +510,7 @@ _PATCHES = [
         "an abort removes the journal's entry at once",
         FRONTEND,
         "            self._scheduler.send(Abort(uid))\n",
-        "            self._scheduler.send(Abort(uid))\n            self._entries.pop(uid)\n",
+        "            self._scheduler.send(Abort(uid))\n            self.journal.remove(uid)\n",
     ),
     Mutation(
         "a request that is over still counts as waiting",
@@ -1118,8 +1118,8 @@ _PATCHES = [
     Mutation(
         "nobody is told who lives behind a death",
         FRONTEND,
-        "self._scheduler.send(Resume(self._next_uid, np.array([*self._entries], np.int64)))",
-        "self._scheduler.send(Resume(self._next_uid, np.array([], np.int64)))",
+        "np.array([*self.journal.uids], np.int64)",
+        "np.array([], np.int64)",
     ),
     Mutation(
         "who is over is awaited behind a death",
@@ -1226,16 +1226,16 @@ _PATCHES = [
     ),
     Mutation(
         "tokens of a request that was ended for its reader are told",
-        FRONTEND,
+        JOURNAL,
         "entry if entry is not None and entry.answer(uid).terminal is None else None",
         "entry",
     ),
     Mutation(
         "a request that was ended for its reader takes no room any more",
         FRONTEND,
-        "        self._forget_id(entry)\n\n    def _forget_id",
-        "        for uid in entry.uids:\n            self._entries.pop(uid, None)\n\n"
-        "    def _forget_id",
+        "        self.journal.forget_id(entry)\n\n    def resume_held",
+        "        for uid in entry.uids:\n            self.journal.remove(uid)\n\n"
+        "    def resume_held",
     ),
     Mutation(
         "what the machine refuses is the request's fault",
