@@ -13,18 +13,19 @@ import numpy as np
 
 from nanoactor.actors.control import EngineControl
 from nanoactor.actors.index_feed import IndexFeed
-from nanoactor.actors.media_sending import MediaSender
+from nanoactor.actors.request_sending import RequestSender
 from nanoactor.admission.admission import Admission
 from nanoactor.admission.continuation import check_continuation
+from nanoactor.admission.untokenized import UntokenizedRequests
 from nanoactor.admission.waiting import WaitingQueue
 from nanoactor.errors import ComputationFailed, NanoactorError, PoisonRequest
 from nanoactor.kv.index_events import IndexEvents
-from nanoactor.messages.engine import Abort, Continue, OutputDelta, Submit, Terminal
+from nanoactor.messages.engine import Continue, OutputDelta, Terminal
 from nanoactor.messages.resuming import Resume
 from nanoactor.messages.vision import ResendMedia
 from nanoactor.recovery.journal import Entry, Journal
 from nanoactor.recovery.readmission import Readmission
-from nanoactor.recovery.resuming import CHANGED, LOST, POISON, local_terminal, resume_submits
+from nanoactor.recovery.resuming import CHANGED, LOST, POISON, local_terminal
 from nanoactor.recovery.suspects import TRIAL_SECONDS
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.runtime.recovery import Death
@@ -33,9 +34,6 @@ from nanoactor.text.scores import ReportedRun, reported_runs
 
 log = logging.getLogger("nanoactor.engine")
 
-# If there are several tokenizers, the first one gets no prompts longer than this, in bytes.
-_LONG_PROMPT_BYTES = 64 * 1024
-
 
 class FrontendActor(Actor):
     """Actor that keeps the journal of live requests, submits requests to the other actors, and
@@ -43,40 +41,32 @@ class FrontendActor(Actor):
 
     def __init__(self, config: ActorConfig) -> None:
         self._config, self._files, self._salt = config.engine, config.files, config.salt
-        self._has_vision = config.files.images is not None
-        self._vocabulary = config.files.config.vocab_size
         self.journal = Journal()
         self.queue = WaitingQueue(config.engine)
-        self._untokenized: dict[int, tuple[int, int]] = {}
-        """(index of the tokenizer, charge) of each request that no tokenizer has processed yet, by
-        uid. The charge is the request's size as it counts towards the limits."""
-        self._load = [0] * self._config.num_tokenizers
+        self._untokenized = UntokenizedRequests(config.engine.num_tokenizers)
+        self._sender = RequestSender(self.journal, self._untokenized)
         self._is_restarting = False
         """True if all processes are restarting, so that nothing can be sent."""
         self._readmission = Readmission(config.engine.max_num_seqs)
         self.control = EngineControl()
-        self._num_direct = 0
-        """Number of requests admitted without a tokenizer since the start."""
         self._step_at = 0
-        self._media = MediaSender(())
         self.index = IndexFeed()
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
         """Look up the outboxes to the other actors, and set the limits on requests according to the
         KV cache that the runners have allocated."""
         super().start(context, ready)
-        self._tokenizers = [
-            context.outbox(f"tokenizer.{index}") for index in range(self._config.num_tokenizers)
-        ]
+        config = self._config
+        tokenizers = [context.outbox(f"tokenizer.{n}") for n in range(config.num_tokenizers)]
         self._scheduler = context.outbox("scheduler")
         if not self._is_restarting:
             self.control.attach(self._scheduler)
         cache = RunnerReady.find(ready)
         files = self._files.fit_to_cache(cache.capacity_tokens)
-        self._admission = Admission(files, self._salt, cache.block_size)
-        workers = self._config.num_vision_workers if self._has_vision else 0
+        admission = Admission(files, self._salt, cache.block_size)
+        workers = config.num_vision_workers if self._files.images is not None else 0
         vision = [context.outbox(f"vision.{index}") for index in range(workers)]
-        self._media = MediaSender(vision)
+        self._sender.connect(admission, self._scheduler, tokenizers, vision)
         self._submit_kind = context.track.kind("submit", "uid")
 
     def begin_restart(self, deaths: Sequence[Death]) -> int:
@@ -86,8 +76,10 @@ class FrontendActor(Actor):
             return 0
         self._is_restarting = True
         self.control.detach()
-        now = self.context.now()
-        verdict = self._readmission.note_deaths(deaths, self.journal.entries, self._may_run_on, now)
+        may_run_on = functools.partial(_may_run_on, self._untokenized)
+        verdict = self._readmission.note_deaths(
+            deaths, self.journal.entries, may_run_on, self.context.now()
+        )
         if verdict is None:
             return 0
         culprit, death, explained = verdict
@@ -101,20 +93,9 @@ class FrontendActor(Actor):
         self._end_aborted(culprit)
         return explained
 
-    def _may_run_on(self, entry: Entry, node: str) -> bool:
-        """Return True if a request may have been running on a node (a process) when that node
-        died."""
-        kind, _, number = node.partition(".")
-        if kind == "tokenizer":
-            index = int(number)
-            return any(self._untokenized.get(uid, (-1, 0))[0] == index for uid in entry.uids)
-        if kind == "vision":
-            return bool(entry.media)
-        return kind != "grammar" or bool(entry.submit.spec.grammar)
-
     def reset(self) -> None:
         """Forget which requests are at the tokenizers, but keep the journal of live requests."""
-        self._untokenized, self._load = {}, [0] * self._config.num_tokenizers
+        self._untokenized.clear()
 
     def expects_death(self) -> bool:
         """Return True during a trial, in which requests that may have crashed a process run in
@@ -141,17 +122,10 @@ class FrontendActor(Actor):
         """Send these requests again. If they form a trial, which tests requests that may have
         crashed a process, the trial ends after `TRIAL_SECONDS` at the latest."""
         for entry in entries:
-            self._send_again(entry)
+            self._sender.send_again(entry)
         if self._readmission.is_trial:
             end = functools.partial(self._end_trial, self._readmission.trials)
             self.context.call_later(TRIAL_SECONDS, end)
-
-    def _send_again(self, entry: Entry) -> None:
-        """Send the unfinished sequences of a request again. They resume after the output that their
-        reader has received."""
-        for submit in resume_submits(entry):
-            # Sequences with output resume at once; requests without output go to the tokenizers.
-            self._dispatch(entry, submit, direct=submit.output is not None)
 
     def _check_trial(self) -> None:
         if self._readmission.is_cleared(self.journal.entries, self.context.now()):
@@ -176,7 +150,7 @@ class FrontendActor(Actor):
         cache index."""
         return {
             OutputDelta: self._deliver,
-            ResendMedia: self._resend,
+            ResendMedia: self._sender.resend,
             IndexEvents: self.index.forward,
         }
 
@@ -221,48 +195,16 @@ class FrontendActor(Actor):
         if not self._is_restarting and not self._readmission.defer(entry):
             # If requests are waiting, the detour over a tokenizer costs nothing, and tokenizers
             # have more time than the user's event loop.
-            self._dispatch(entry, entry.submit, direct=not self.queue)
+            self._sender.send(entry, entry.submit, direct=not self.queue)
         self.journal.add(entry)
         self.queue.add(entry)
         self.context.track.add(self._submit_kind, uid, begin, time.monotonic_ns())
 
-    def _dispatch(self, entry: Entry, submit: Submit, direct: bool) -> None:
-        """Send a new or resumed request to a tokenizer, or to the scheduler if `direct` is True and
-        the request needs no tokenizer."""
-        admit = self._admission.direct(submit) if direct else None
-        if admit is not None:
-            self._num_direct += 1
-            self._scheduler.send(admit)
-        else:
-            self._send_to_tokenizer(entry, submit)
-
-    def _send_to_tokenizer(self, entry: Entry, submit: Submit) -> None:
-        uid, tokenizer = submit.uid, self._choose_tokenizer(entry.charge)
-        self._tokenizers[tokenizer].send(submit)
-        for item in range(len(entry.media)):
-            self._media.send(entry, uid, item, tokenizer)
-        self._load[tokenizer] += entry.charge
-        self._untokenized[uid] = (tokenizer, entry.charge)
-
-    def _resend(self, event: ResendMedia) -> None:
-        """Send media again that a vision worker has dropped, unless the request has finished."""
-        for uid, item in zip(event.uids.tolist(), event.items.tolist(), strict=True):
-            entry = self.journal.find(uid)
-            if entry is not None and not self._media.is_sending(uid, item):
-                self._media.send(entry, uid, item, -1)
-
     def on_ready(self, outbox: Any) -> None:
         """Continue sending media through an outbox that has room again."""
-        self._media.on_ready(outbox)
+        self._sender.media.on_ready(outbox)
 
     # -- the queue ------------------------------------------------------------------------
-
-    def _choose_tokenizer(self, size: int) -> int:
-        """Return the index of the least loaded tokenizer for a prompt of `size` bytes or tokens. If
-        there are several tokenizers, the first one receives no long prompts, so that short prompts
-        need not wait for long ones."""
-        first = 1 if size > _LONG_PROMPT_BYTES and len(self._load) > 1 else 0
-        return min(range(first, len(self._load)), key=self._load.__getitem__)
 
     def abort(self, entry: Entry) -> None:
         """Abort a request. Its entry is kept until the other actors have confirmed the end of all
@@ -270,18 +212,12 @@ class FrontendActor(Actor):
         if entry.aborted:
             return
         if not self._is_restarting and self._readmission.remove_deferred(entry):
-            self._send_again(entry)  # the scheduler relies on receiving all live requests
+            self._sender.send_again(entry)  # the scheduler relies on receiving all live requests
         entry.aborted = True
         if self._is_restarting:
             self._end_aborted(entry)
             return
-        live = self.journal.live_uids(entry)
-        for uid in live:
-            self._scheduler.send(Abort(uid))
-        waits = entry.submit.chat is not None or entry.media
-        for uid in live:
-            if waits and uid in self._untokenized:
-                self._tokenizers[self._untokenized[uid][0]].send(Abort(uid))
+        self._sender.abort(entry)
 
     def end_for_reader(self, entry: Entry) -> None:
         """End an aborted request for its reader at once. Its entry is kept, and counts towards the
@@ -299,7 +235,7 @@ class FrontendActor(Actor):
         if self._is_restarting:
             self._fail_lost(entry)
             entry.raise_error()
-        check_continuation(entry, parents, tokens, self._vocabulary)
+        check_continuation(entry, parents, tokens, self._files.config.vocab_size)
         entry.continued += 1
         rows = np.array(parents, np.int32), np.array(tokens, np.int32)
         self._scheduler.send(Continue(entry.submit.uid, *rows))
@@ -311,7 +247,7 @@ class FrontendActor(Actor):
                 entry.error = error
                 entry.end()
         self.journal.clear()
-        self._media.forget()
+        self._sender.media.forget()
         self.queue.clear()
         self.index.end(error)
 
@@ -350,7 +286,7 @@ class FrontendActor(Actor):
             self._check_trial()
 
     def _on_opened(self, uid: int, prompt: list[int]) -> None:
-        self._note_tokenized(uid)
+        self._untokenized.remove(uid)
         entry = self.journal.find_unfinished(uid)
         if entry is not None and prompt:  # only one of several sequences carries the prompt
             if entry.accepted.is_set() and prompt != entry.prompt_token_ids:
@@ -360,10 +296,6 @@ class FrontendActor(Actor):
             entry.prompt_token_ids = prompt
             entry.accepted.set()
             self.queue.set_prompt_length(entry, len(prompt))
-
-    def _note_tokenized(self, uid: int) -> None:
-        tokenizer, size = self._untokenized.pop(uid, (0, 0))
-        self._load[tokenizer] -= size
 
     def _on_delta(self, uid: int, text: str, ids: list[int], logprobs: ReportedRun | None) -> None:
         entry = self.journal.find_unfinished(uid)
@@ -384,7 +316,7 @@ class FrontendActor(Actor):
         entry.wake()
 
     def _on_terminal(self, terminal: Terminal) -> None:
-        self._note_tokenized(terminal.uid)
+        self._untokenized.remove(terminal.uid)
         entry = self.journal.remove(terminal.uid)
         if entry is None:
             return
@@ -424,7 +356,17 @@ class FrontendActor(Actor):
             "waiting_media_bytes": self.queue.media_bytes,
             "kept": self._readmission.waiting,
             "untokenized": len(self._untokenized),
-            "direct": self._num_direct,
-            "media_sending": len(self._media),
+            "direct": self._sender.num_direct,
+            "media_sending": len(self._sender.media),
             "step_at": self._step_at,
         }
+
+
+def _may_run_on(untokenized: UntokenizedRequests, entry: Entry, node: str) -> bool:
+    """Return True if a request may have been running on a node (a process) when that node died."""
+    kind, _, number = node.partition(".")
+    if kind == "tokenizer":
+        return any(untokenized.tokenizer_of(uid) == int(number) for uid in entry.uids)
+    if kind == "vision":
+        return bool(entry.media)
+    return kind != "grammar" or bool(entry.submit.spec.grammar)

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from nanoactor.actors.frontend import FrontendActor
+from nanoactor.admission.untokenized import UntokenizedRequests
 from nanoactor.errors import InvalidRequest
 from nanoactor.messages.engine import (
     Abort,
@@ -28,8 +29,8 @@ from nanoactor.requests.outputs import RequestOutputKind
 from nanoactor.setup.actors import ActorConfig, RunnerReady
 
 
-def frontend_of(tokenizers):
-    engine = EngineConfig("any", num_tokenizers=tokenizers, max_waiting_tokens=10**9)
+def new_frontend():
+    engine = EngineConfig("any", num_tokenizers=1, max_waiting_tokens=10**9)
     files = ModelFiles(
         Path(),
         SimpleNamespace(vocab_size=100, vision=None),
@@ -43,14 +44,15 @@ def frontend_of(tokenizers):
 
 
 def test_long_prompts_never_stand_before_short_ones_at_the_first_tokenizer():
-    frontend = frontend_of(3)
-    assert frontend._choose_tokenizer(100) == 0
-    assert frontend._choose_tokenizer(1_000_000) == 1
-    frontend._load = [0, 10**9, 10**9]
-    assert frontend._choose_tokenizer(1_000_000) == 1
-    assert frontend._choose_tokenizer(100) == 0
-    alone = frontend_of(1)
-    assert alone._choose_tokenizer(1_000_000) == 0
+    requests = UntokenizedRequests(3)
+    assert requests.choose_tokenizer(100) == 0
+    assert requests.choose_tokenizer(1_000_000) == 1
+    requests.add(0, 1, 10**9)
+    requests.add(1, 2, 10**9)
+    assert requests.choose_tokenizer(1_000_000) == 1
+    assert requests.choose_tokenizer(100) == 0
+    alone = UntokenizedRequests(1)
+    assert alone.choose_tokenizer(1_000_000) == 0
 
 
 class Outbox:
@@ -67,7 +69,7 @@ class Outbox:
 
 def started(answers, text=None, **asked):
     """(a frontend with one request of so many answers, its entry, what it has sent)."""
-    frontend, outboxes = frontend_of(1), {}
+    frontend, outboxes = new_frontend(), {}
     track = SimpleNamespace(kind=lambda *names: 0, add=lambda *span: None)
     context = SimpleNamespace(track=track, outbox=lambda name: outboxes.setdefault(name, Outbox()))
     frontend.start(context, {"runner.0": RunnerReady(8, 16, "float32", "cpu")})

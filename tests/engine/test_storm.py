@@ -203,7 +203,7 @@ def test_a_storm_of_aborts_leaves_exact_answers_and_nothing_else(checkpoint):
                     told.update(request.story())
             figures = await settled(llm)
             assert not llm._frontend._untokenized
-            assert llm._frontend._load == [0]
+            assert llm._frontend._untokenized._load == [0]
             return told, figures
 
     told, figures = asyncio.run(main())
@@ -430,7 +430,7 @@ def test_an_abort_ahead_of_the_tokenizer_waits_for_nothing_else(checkpoint, dept
 def hold_back_the_tokenizer(llm):
     """Where requests gather from now on, and what to give them to when they may go on; the frontend
     admits none itself."""
-    llm._frontend._admission.direct = lambda submit: None
+    llm._frontend._sender._admission.direct = lambda submit: None
     handlers = llm._system._nodes.own._edges.mailboxes["tokenizer.0"]._handlers
     held, tokenize = [], handlers[Submit]
     handlers[Submit] = held.append

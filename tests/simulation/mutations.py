@@ -86,6 +86,7 @@ HASHING = "nanoactor.kv.hashing"
 LEFTOVERS = "nanoactor.kv.leftovers"
 DETOKENIZER = "nanoactor.text.detokenizer"
 FRONTEND = "nanoactor.actors.frontend"
+SENDING = "nanoactor.actors.request_sending"
 WAITING = "nanoactor.admission.waiting"
 BLOCKS = "nanoactor.actors.blocks"
 BATCH = "nanoactor.runner.batch.batch"
@@ -311,7 +312,7 @@ _PATCHES = [
     ),
     Mutation(
         "what the frontend admits goes to a tokenizer too",
-        FRONTEND,
+        SENDING,
         "        else:\n            self._send_to_tokenizer(entry, submit)\n",
         "        self._send_to_tokenizer(entry, submit)\n",
     ),
@@ -509,8 +510,10 @@ _PATCHES = [
     Mutation(
         "an abort removes the journal's entry at once",
         FRONTEND,
-        "            self._scheduler.send(Abort(uid))\n",
-        "            self._scheduler.send(Abort(uid))\n            self.journal.remove(uid)\n",
+        "        self._sender.abort(entry)\n",
+        "        self._sender.abort(entry)\n"
+        "        for uid in self.journal.live_uids(entry):\n"
+        "            self.journal.remove(uid)\n",
     ),
     Mutation(
         "a request that is over still counts as waiting",
@@ -1190,9 +1193,9 @@ _PATCHES = [
     ),
     Mutation(
         "pieces of pictures go on behind a death where they were",
-        FRONTEND,
-        "        self._media = MediaSender(vision)\n",
-        "        self._media._workers = vision\n",
+        SENDING,
+        "        self.media = MediaSender(vision)\n",
+        "        self.media._workers = vision\n",
     ),
     Mutation(
         "a call from before a death is made behind it",
