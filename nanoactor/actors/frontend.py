@@ -12,25 +12,25 @@ from typing import Any
 import numpy as np
 
 from nanoactor.actors.control import EngineControl
+from nanoactor.actors.delivery import Delivery
 from nanoactor.actors.index_feed import IndexFeed
 from nanoactor.actors.request_sending import RequestSender
 from nanoactor.admission.admission import Admission
 from nanoactor.admission.continuation import check_continuation
 from nanoactor.admission.untokenized import UntokenizedRequests
 from nanoactor.admission.waiting import WaitingQueue
-from nanoactor.errors import ComputationFailed, NanoactorError, PoisonRequest
+from nanoactor.errors import NanoactorError, PoisonRequest
 from nanoactor.kv.index_events import IndexEvents
-from nanoactor.messages.engine import Continue, OutputDelta, Terminal
+from nanoactor.messages.engine import Continue, OutputDelta
 from nanoactor.messages.resuming import Resume
 from nanoactor.messages.vision import ResendMedia
 from nanoactor.recovery.journal import Entry, Journal
 from nanoactor.recovery.readmission import Readmission
-from nanoactor.recovery.resuming import CHANGED, LOST, POISON, local_terminal
+from nanoactor.recovery.resuming import LOST, POISON
 from nanoactor.recovery.suspects import TRIAL_SECONDS
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.runtime.recovery import Death
 from nanoactor.setup.actors import ActorConfig, RunnerReady
-from nanoactor.text.scores import ReportedRun, reported_runs
 
 log = logging.getLogger("nanoactor.engine")
 
@@ -45,11 +45,11 @@ class FrontendActor(Actor):
         self.queue = WaitingQueue(config.engine)
         self._untokenized = UntokenizedRequests(config.engine.num_tokenizers)
         self._sender = RequestSender(self.journal, self._untokenized)
+        self._delivery = Delivery(self.journal, self.queue, self._untokenized, self.abort)
         self._is_restarting = False
         """True if all processes are restarting, so that nothing can be sent."""
         self._readmission = Readmission(config.engine.max_num_seqs)
         self.control = EngineControl()
-        self._step_at = 0
         self.index = IndexFeed()
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
@@ -89,8 +89,8 @@ class FrontendActor(Actor):
             culprit.request_id,
             death,
         )
-        culprit.error, culprit.aborted = PoisonRequest(POISON.format(death)), True
-        self._end_aborted(culprit)
+        culprit.error = PoisonRequest(POISON.format(death))
+        self._delivery.end_locally(culprit, "abort")
         return explained
 
     def reset(self) -> None:
@@ -108,9 +108,9 @@ class FrontendActor(Actor):
         self._is_restarting = False
         for entry in self.journal.entries:
             if entry.aborted:
-                self._end_aborted(entry)
+                self._delivery.end_locally(entry, "abort")
             elif entry.submit.spec.held:
-                self._fail_lost(entry)
+                self._delivery.end_locally(entry, "failed", LOST)
             else:
                 entry.forget_partial_scores()
         self.control.attach(self._scheduler)
@@ -135,16 +135,6 @@ class FrontendActor(Actor):
         if self._readmission.is_trial and trial == self._readmission.trials:
             self._readmit(self._readmission.admit_next(self.context.now()))
 
-    def _end_aborted(self, entry: Entry) -> None:
-        """End an aborted request here, since no other process has it any more."""
-        for uid in self.journal.live_uids(entry):
-            self._on_terminal(local_terminal(entry, uid, "abort"))
-
-    def _fail_lost(self, entry: Entry) -> None:
-        entry.aborted = True
-        for uid in self.journal.live_uids(entry):
-            self._on_terminal(local_terminal(entry, uid, "failed", LOST))
-
     def handlers(self) -> Mapping[type, Handler]:
         """Return the handlers of output, of requests to resend media, and of changes of the prefix
         cache index."""
@@ -158,8 +148,6 @@ class FrontendActor(Actor):
         """Return the trace span name for delivering output to readers, which excludes the readers'
         own time."""
         return {OutputDelta: "deliver"}
-
-    # -- from the user --------------------------------------------------------------------
 
     def announce(self) -> None:
         """Wake the other processes, because a request is about to be submitted. They wake up while
@@ -204,8 +192,6 @@ class FrontendActor(Actor):
         """Continue sending media through an outbox that has room again."""
         self._sender.media.on_ready(outbox)
 
-    # -- the queue ------------------------------------------------------------------------
-
     def abort(self, entry: Entry) -> None:
         """Abort a request. Its entry is kept until the other actors have confirmed the end of all
         its sequences."""
@@ -213,19 +199,16 @@ class FrontendActor(Actor):
             return
         if not self._is_restarting and self._readmission.remove_deferred(entry):
             self._sender.send_again(entry)  # the scheduler relies on receiving all live requests
-        entry.aborted = True
         if self._is_restarting:
-            self._end_aborted(entry)
+            self._delivery.end_locally(entry, "abort")
             return
+        entry.aborted = True
         self._sender.abort(entry)
 
     def end_for_reader(self, entry: Entry) -> None:
         """End an aborted request for its reader at once. Its entry is kept, and counts towards the
         limits, until the engine has released the request."""
-        for uid in entry.uids:
-            if entry.answer(uid).terminal is None:
-                self._note_end(entry, local_terminal(entry, uid, "abort"))
-        self.journal.forget_id(entry)
+        self._delivery.end_for_reader(entry)
 
     def resume_held(self, entry: Entry, parents: Sequence[int], tokens: Sequence[int]) -> None:
         """Resume the paused sequences of a request. Sequence i becomes a copy of sequence
@@ -233,7 +216,7 @@ class FrontendActor(Actor):
         the error that ended the request, or `InvalidRequest` if the request cannot be resumed."""
         entry.raise_error()
         if self._is_restarting:
-            self._fail_lost(entry)
+            self._delivery.end_locally(entry, "failed", LOST)
             entry.raise_error()
         check_continuation(entry, parents, tokens, self._files.config.vocab_size)
         entry.continued += 1
@@ -256,87 +239,10 @@ class FrontendActor(Actor):
         """True if there are unfinished requests and the engine is not paused."""
         return bool(self.journal) and not self.control.is_paused
 
-    # -- from the detokenizer -------------------------------------------------------------
-
     def _deliver(self, chunk: OutputDelta) -> None:
-        self._step_at = time.monotonic_ns()
-        for opened in chunk.opened:
-            self._on_opened(opened.uid, opened.prompt_token_ids.tolist())
-        ids: list[int] = chunk.token_ids.tolist()
-        offset = 0
-        runs = [] if chunk.scores is None else list(reported_runs(chunk.scores))
-        logprobs = {run.uid: run for run in runs if not run.is_prompt}
-        for run in runs:
-            if run.is_prompt and (entry := self.journal.find_unfinished(run.uid)) is not None:
-                entry.add_prompt_logprobs(run)
-        for uid, text, count in zip(
-            chunk.uids.tolist(), chunk.texts, chunk.counts.tolist(), strict=True
-        ):
-            self._on_delta(uid, text, ids[offset : offset + count], logprobs.get(uid))
-            offset += count
-        if chunk.vectors is not None:
-            for uid, vector in zip(
-                chunk.vectors.uids.tolist(), chunk.vectors.values.copy(), strict=True
-            ):
-                if (entry := self.journal.find_unfinished(uid)) is not None:
-                    entry.answer(uid).vector = vector
-        for terminal in chunk.terminals:
-            self._on_terminal(terminal)
+        self._delivery.deliver(chunk)
         if self._readmission.is_trial:
             self._check_trial()
-
-    def _on_opened(self, uid: int, prompt: list[int]) -> None:
-        self._untokenized.remove(uid)
-        entry = self.journal.find_unfinished(uid)
-        if entry is not None and prompt:  # only one of several sequences carries the prompt
-            if entry.accepted.is_set() and prompt != entry.prompt_token_ids:
-                entry.error = ComputationFailed(CHANGED)
-                self.abort(entry)
-                return
-            entry.prompt_token_ids = prompt
-            entry.accepted.set()
-            self.queue.set_prompt_length(entry, len(prompt))
-
-    def _on_delta(self, uid: int, text: str, ids: list[int], logprobs: ReportedRun | None) -> None:
-        entry = self.journal.find_unfinished(uid)
-        if entry is None:
-            return
-        answer = entry.answer(uid)
-        now, metrics = time.monotonic(), answer.metrics
-        if ids:
-            metrics.last_token_time = now
-        if metrics.first_token_time is None:
-            metrics.first_token_time = now
-            self.queue.leave(entry, uid)
-        if text:
-            answer.text.append(text)
-        answer.token_ids += ids
-        if logprobs is not None:
-            answer.add_logprob_run(logprobs)
-        entry.wake()
-
-    def _on_terminal(self, terminal: Terminal) -> None:
-        self._untokenized.remove(terminal.uid)
-        entry = self.journal.remove(terminal.uid)
-        if entry is None:
-            return
-        if terminal.uid in self.queue:
-            self.queue.leave(entry, terminal.uid)
-        if entry.answer(terminal.uid).terminal is None:
-            self._note_end(entry, terminal)
-        if entry.error is not None:
-            self.abort(entry)
-        if all(answer.terminal is not None for answer in entry.answers):
-            self.journal.forget_id(entry)
-            entry.end()
-
-    def _note_end(self, entry: Entry, terminal: Terminal) -> None:
-        metrics = entry.answer(terminal.uid).metrics
-        metrics.finished_time = time.monotonic()
-        if terminal.began >= 0:
-            began = terminal.began * 1e-9  # if resumed after a death, the time after the restart
-            metrics.first_scheduled_time = min(began, metrics.first_token_time or began)
-        entry.note_end(terminal.uid, terminal)
 
     def statistics(self) -> dict[str, Any]:
         """Return the sizes of the journal and of its queues.
@@ -358,7 +264,7 @@ class FrontendActor(Actor):
             "untokenized": len(self._untokenized),
             "direct": self._sender.num_direct,
             "media_sending": len(self._sender.media),
-            "step_at": self._step_at,
+            "step_at": self._delivery.step_at,
         }
 
 

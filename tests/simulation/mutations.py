@@ -87,6 +87,7 @@ LEFTOVERS = "nanoactor.kv.leftovers"
 DETOKENIZER = "nanoactor.text.detokenizer"
 FRONTEND = "nanoactor.actors.frontend"
 SENDING = "nanoactor.actors.request_sending"
+DELIVERY = "nanoactor.actors.delivery"
 WAITING = "nanoactor.admission.waiting"
 BLOCKS = "nanoactor.actors.blocks"
 BATCH = "nanoactor.runner.batch.batch"
@@ -517,8 +518,8 @@ _PATCHES = [
     ),
     Mutation(
         "a request that is over still counts as waiting",
-        FRONTEND,
-        "        if terminal.uid in self.queue:\n",
+        DELIVERY,
+        "        if terminal.uid in self._queue:\n",
         "        if False:\n",
     ),
     Mutation(
@@ -1115,8 +1116,8 @@ _PATCHES = [
     Mutation(
         "what was aborted before a death goes on behind it",
         FRONTEND,
-        "            if entry.aborted:\n                self._end_aborted(entry)",
-        "            if False:\n                self._end_aborted(entry)",
+        "            if entry.aborted:\n",
+        "            if False:\n",
     ),
     Mutation(
         "nobody is told who lives behind a death",
@@ -1236,9 +1237,9 @@ _PATCHES = [
     Mutation(
         "a request that was ended for its reader takes no room any more",
         FRONTEND,
-        "        self.journal.forget_id(entry)\n\n    def resume_held",
-        "        for uid in entry.uids:\n            self.journal.remove(uid)\n\n"
-        "    def resume_held",
+        "        self._delivery.end_for_reader(entry)\n",
+        "        self._delivery.end_for_reader(entry)\n"
+        "        for uid in entry.uids:\n            self.journal.remove(uid)\n",
     ),
     Mutation(
         "what the machine refuses is the request's fault",
