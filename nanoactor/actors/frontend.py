@@ -26,8 +26,8 @@ from nanoactor.messages.resuming import Resume
 from nanoactor.messages.vision import ResendMedia
 from nanoactor.recovery.journal import Entry, Journal
 from nanoactor.recovery.readmission import Readmission
+from nanoactor.recovery.resubmission import Resubmission
 from nanoactor.recovery.resuming import LOST, POISON
-from nanoactor.recovery.suspects import TRIAL_SECONDS
 from nanoactor.runtime.actor import Actor, Context, Handler, ReadyInfo
 from nanoactor.runtime.recovery import Death
 from nanoactor.setup.actors import ActorConfig, RunnerReady
@@ -67,6 +67,9 @@ class FrontendActor(Actor):
         workers = config.num_vision_workers if self._files.images is not None else 0
         vision = [context.outbox(f"vision.{index}") for index in range(workers)]
         self._sender.connect(admission, self._scheduler, tokenizers, vision)
+        self._resubmission = Resubmission(
+            self._readmission, self.journal, self._sender.send_again, context
+        )
         self._submit_kind = context.track.kind("submit", "uid")
 
     def begin_restart(self, deaths: Sequence[Death]) -> int:
@@ -116,24 +119,7 @@ class FrontendActor(Actor):
         self.control.attach(self._scheduler)
         live = np.array([*self.journal.uids], np.int64)
         self._scheduler.send(Resume(self.journal.next_uid, live))
-        self._readmit(self._readmission.admit(self.journal.entries, self.context.now()))
-
-    def _readmit(self, entries: Sequence[Entry]) -> None:
-        """Send these requests again. If they form a trial, which tests requests that may have
-        crashed a process, the trial ends after `TRIAL_SECONDS` at the latest."""
-        for entry in entries:
-            self._sender.send_again(entry)
-        if self._readmission.is_trial:
-            end = functools.partial(self._end_trial, self._readmission.trials)
-            self.context.call_later(TRIAL_SECONDS, end)
-
-    def _check_trial(self) -> None:
-        if self._readmission.is_cleared(self.journal.entries, self.context.now()):
-            self._end_trial(self._readmission.trials)
-
-    def _end_trial(self, trial: int) -> None:
-        if self._readmission.is_trial and trial == self._readmission.trials:
-            self._readmit(self._readmission.admit_next(self.context.now()))
+        self._resubmission.resume_all()
 
     def handlers(self) -> Mapping[type, Handler]:
         """Return the handlers of output, of requests to resend media, and of changes of the prefix
@@ -242,7 +228,7 @@ class FrontendActor(Actor):
     def _deliver(self, chunk: OutputDelta) -> None:
         self._delivery.deliver(chunk)
         if self._readmission.is_trial:
-            self._check_trial()
+            self._resubmission.check_trial()
 
     def statistics(self) -> dict[str, Any]:
         """Return the sizes of the journal and of its queues.

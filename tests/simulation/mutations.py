@@ -56,6 +56,7 @@ ADMISSION = "nanoactor.admission.admission"
 BOOK = "nanoactor.grammar.book"
 READMISSION = "nanoactor.recovery.readmission"
 RESUMING = "nanoactor.recovery.resuming"
+RESUBMISSION = "nanoactor.recovery.resubmission"
 JOURNAL = "nanoactor.recovery.journal"
 PROMPT_LOGPROBS = "nanoactor.recovery.prompt_logprobs"
 DETOKENIZING = "nanoactor.actors.detokenizer"
@@ -1212,9 +1213,9 @@ _PATCHES = [
     ),
     Mutation(
         "who waits for a trial to end waits for ever",
-        FRONTEND,
-        "            self._readmit(self._readmission.admit_next(self.context.now()))\n",
-        "            self._readmission.admit_next(self.context.now())\n",
+        RESUBMISSION,
+        "            self._resume(self._readmission.admit_next(self._context.now()))\n",
+        "            self._readmission.admit_next(self._context.now())\n",
     ),
     Mutation(
         "requests run beside those on trial",
