@@ -122,7 +122,7 @@ class FrontendActor(Actor):
         self._resubmission.resume_all()
 
     def handlers(self) -> Mapping[type, Handler]:
-        """Return the handlers of output, of requests to resend media, and of changes of the prefix
+        """Return the handlers of output, of requests to resend media, and of changes to the prefix
         cache index."""
         return {
             OutputDelta: self._deliver,

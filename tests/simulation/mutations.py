@@ -476,7 +476,8 @@ _PATCHES = [
         "a preempted request comes back without its rules",
         TURNS,
         "rules=tuple(s.spec.rules for s in sequences if s.spec.rules)",
-        "rules=tuple(s.spec.rules for s in sequences if s.spec.rules and not s.preemptions)",
+        "rules=tuple(s.spec.rules for s in sequences "
+        "if s.spec.rules and not s.history.preemptions)",
     ),
     Mutation(
         "output is thought to begin where a preempted request comes back",
@@ -545,7 +546,7 @@ _PATCHES = [
         "a decode batch stays the same although a prompt is through",
         TABLE,
         "            self.positions.interrupt()\n        self.positions.add(slot, count)",
-        "            self.positions.add(slot, count)",
+        "            pass\n        self.positions.add(slot, count)",
     ),
     Mutation(
         "a decode batch that has changed keeps its version",
@@ -794,7 +795,7 @@ _PATCHES = [
         PREEMPTION,
         "        is_computed = victim.is_computed\n",
         "        is_computed = victim.is_computed\n"
-        "        if victim.scores is not None:\n            victim.scores.scored = 0\n",
+        "        if victim.reading is not None:\n            victim.reading.num_read = 0\n",
     ),
     Mutation(
         "scores of decodes are those of prompts that end",
@@ -878,7 +879,7 @@ _PATCHES = [
         "a sequence whose free text is over goes on where it is",
         CONSTRAINTS,
         "        if sequence.slot >= 0:\n            self._running.rewind(sequence)\n",
-        "        if sequence.slot >= 0:\n            self._running.resume(sequence)\n",
+        "        if sequence.slot >= 0:\n            self._running.prefills.push_again(sequence)\n",
     ),
     Mutation(
         "the grammar is not told what ended the free text",
@@ -1023,7 +1024,7 @@ _PATCHES = [
         "                self._report(sequence, token)\n",
         "                self._report(sequence, token)\n"
         "                sequence.append(token)\n"
-        "                self._running.resume(sequence)\n",
+        "                self._running.prefills.push_again(sequence)\n",
     ),
     Mutation(
         "a copy of an answer without blocks takes its tokens after they were appended to",
