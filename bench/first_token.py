@@ -1,13 +1,13 @@
 """The way of a first token through an idle engine, span by span, from the actors' own traces.
 
     python bench/first_token.py --model 0.6b|8b [--device cuda] [--prompt 512] [--rounds 40]
-                                [--awake-ms 0 3] [--out FILE] [--picture FILE.svg]
-    python bench/first_token.py --read FILE --picture FILE.svg
+                                [--awake-ms 0 3] [--out FILE] [--image FILE.svg]
+    python bench/first_token.py --read FILE --image FILE.svg
 
 Requests of new random token ids follow each other with a pause between them, one token each. Every
 span between the call of `generate` and its output is kept with its time since the call; the table
 has the medians over the requests. With several `--awake-ms` the engines alternate, each
-running half of its rounds at a time, on the same checkpoint; the picture has one panel for each.
+running half of its rounds at a time, on the same checkpoint; the image has one panel for each.
 
 "left" is when a message was sent to the actor, "begins" when it was handled, so that the time
 between the two is a wake-up; times in ms. CPU seconds are those of all processes of the engine.
@@ -229,7 +229,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--awake-ms", type=float, nargs="*")
     parser.add_argument("--out", help="where to write the results")
     parser.add_argument("--read", help="results to draw instead of measuring")
-    parser.add_argument("--picture", help="an SVG file")
+    parser.add_argument("--image", help="an SVG file")
     return parser.parse_args()
 
 
@@ -244,8 +244,8 @@ def main() -> None:
             tell(title, found)
     if args.out:
         save(args.model, panels, args.out)
-    if args.picture:
-        draw(panels, args.picture)
+    if args.image:
+        draw(panels, args.image)
 
 
 if __name__ == "__main__":

@@ -357,7 +357,7 @@ def arguments() -> list[str]:
     """The command line without what only says where to put the results."""
     kept, given = [], iter(sys.argv[1:])
     for word in given:
-        if word in ("--out", "--trace", "--picture"):
+        if word in ("--out", "--trace", "--image"):
             next(given)
         else:
             kept.append(word)

@@ -2,7 +2,7 @@
 
     python bench/tower.py [--size 1024x768] [--rounds 20] [--out FILE]
 
-Random weights of Qwen3-VL-2B's and -8B's true towers in bfloat16, one picture. `tower`: pixels to
+Random weights of Qwen3-VL-2B's and -8B's true towers in bfloat16, one image. `tower`: pixels to
 rows, launched operator by operator as the engine does; `host_ms` until the launches are done,
 `ms` until the GPU is. `graph`: the same, captured once and replayed. `attention`: one layer's, by
 each backend of `scaled_dot_product_attention` and by its own choice. Medians.

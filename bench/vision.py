@@ -1,20 +1,20 @@
-"""Time to the first token of a request with a picture, and where it goes.
+"""Time to the first token of a request with an image, and where it goes.
 
     python bench/vision.py --model demo|tiny|2b|8b [--device cpu] [--rounds 5] [--rate 8]
                            [--requests 40] [--peer transformers] [--out FILE]
-    python bench/vision.py --streams 64 [--pictures 32] [--rounds 3] [--out FILE]
+    python bench/vision.py --streams 64 [--images 32] [--rounds 3] [--out FILE]
 
 A JPEG of 1,024 x 768 pixels (768 tokens; every one is new) and 32 tokens of text, greedy. idle: one
 request at a time: the whole, and of it what the worker took to name it and to decode and resize it,
 the device to encode it and to prefill (by their own spans), and the rest, `wait`; for comparison, a
-prompt of as many text tokens, which has no picture to encode. second: the next turn of the same
+prompt of as many text tokens, which has no image to encode. second: the next turn of the same
 conversation. worker_alone: decoding and resizing one after the other. rate: an open loop of so many
 requests a second. transformers: its PIL processor and one forward pass of the same model, after the
 engine has ended. Models other than the demo have random weights of the true configurations ("tiny":
 of a few million parameters).
 
 The second form runs so many text streams on a simulated device of 5 ms, round by round without and
-with pictures of 12 megapixels that arrive at once: gaps between tokens as the user sees them,
+with images of 12 megapixels that arrive at once: gaps between tokens as the user sees them,
 how late that loop was at most (`loop_held_ms`; who shares the processor counts too), how long one
 of its callbacks computed at most (`callback_cpu_ms`, of its thread), and the share of the time that
 the device idled.
@@ -113,7 +113,7 @@ def write_model(name: str, directory: Path) -> str:
 
 
 def jpeg(seed: int, size: tuple[int, int] = (WIDTH, HEIGHT)) -> bytes:
-    """A picture with large and small structures, as a camera's are."""
+    """An image with large and small structures, as a camera's are."""
     rng = np.random.default_rng(seed)
     coarse = Image.fromarray(rng.integers(0, 256, (24, 32, 3)).astype(np.uint8))
     image = np.asarray(coarse.resize(size, Image.Resampling.BICUBIC), np.int16)
@@ -124,8 +124,8 @@ def jpeg(seed: int, size: tuple[int, int] = (WIDTH, HEIGHT)) -> bytes:
 
 
 SPANS = {
-    "name picture": "name",
-    "decode picture": "decode_and_resize",
+    "name image": "name",
+    "decode image": "decode_and_resize",
     "encode": "encode",
     "forward": "prefill",
 }
@@ -133,7 +133,7 @@ SPANS = {
 
 
 def decode_alone(rounds: int) -> dict[str, float]:
-    """Medians in ms of what the worker does with a picture, here and one after the other."""
+    """Medians in ms of what the worker does with an image, here and one after the other."""
     found: dict[str, list[float]] = {"decode": [], "resize": []}
     for number in range(rounds):
         data = io.BytesIO(jpeg(10_000 + number))
@@ -147,7 +147,7 @@ def decode_alone(rounds: int) -> dict[str, float]:
 
 
 class Runs:
-    """Requests to one engine; every picture is new."""
+    """Requests to one engine; every image is new."""
 
     def __init__(self, llm: AsyncLLM, ids: dict[str, int], vocabulary: int) -> None:
         self.llm, self.ids, self.seed = llm, ids, 0
@@ -245,8 +245,8 @@ async def run_engine(args: argparse.Namespace, model: str) -> dict[str, Any]:
 
 
 async def run_streams(args: argparse.Namespace) -> dict[str, Any]:
-    """Rounds alternate; the share that counts is with pictures by without, in pairs."""
-    pictures = [jpeg(number, (4000, 3000)) for number in range(args.pictures)]
+    """Rounds alternate; the share that counts is with images by without, in pairs."""
+    images = [jpeg(number, (4000, 3000)) for number in range(args.images)]
     rounds = []
     options: dict[str, Any] = {"device": "simulated:5", "max_num_seqs": 128}
     async with AsyncLLM("demo-vl", max_model_len=1024, **options) as llm:
@@ -254,13 +254,13 @@ async def run_streams(args: argparse.Namespace) -> dict[str, Any]:
         assert vision is not None
         await stream_round(llm, args.streams, [], vision.image_token_id)
         for number in range(args.rounds):
-            # Other bytes behind the same pictures: nothing is found in a cache.
-            fresh = [data + bytes([number]) * 8 for data in pictures]
+            # Other bytes behind the same images: nothing is found in a cache.
+            fresh = [data + bytes([number]) * 8 for data in images]
             pair = {}
             for name, given in (("without", []), ("with", fresh)):
                 pair[name] = await stream_round(llm, args.streams, given, vision.image_token_id)
             rounds.append(pair)
-    return {"streams": args.streams, "pictures": args.pictures, "rounds": rounds}
+    return {"streams": args.streams, "images": args.images, "rounds": rounds}
 
 
 class Callbacks:
@@ -288,7 +288,7 @@ class Callbacks:
 
 
 async def stream_round(
-    llm: AsyncLLM, streams: int, pictures: list[bytes], image: int
+    llm: AsyncLLM, streams: int, images: list[bytes], image: int
 ) -> dict[str, float]:
     gaps: list[float] = []
     held = [0.0]
@@ -319,9 +319,9 @@ async def stream_round(
     running = [asyncio.ensure_future(stream(number)) for number in range(streams)]
     await asyncio.sleep(0.5)
     with Callbacks() as callbacks:
-        shown = [asyncio.ensure_future(show(data)) for data in pictures]
+        shown = [asyncio.ensure_future(show(data)) for data in images]
         await asyncio.gather(*running)
-    after = (await llm.statistics())["runner.0"]["actor"]  # pictures may take longer than they
+    after = (await llm.statistics())["runner.0"]["actor"]  # images may take longer than they
     ticking.cancel()
     seen = sum(task.done() for task in shown)
     await asyncio.gather(*shown)
@@ -334,7 +334,7 @@ async def stream_round(
         "callback_cpu_ms": round(callbacks.longest * 1e3, 3),
         "device_idle": round(idle / (busy + idle), 5),
         "steps": after["steps"] - before["steps"],
-        "pictures_meanwhile": seen,
+        "images_meanwhile": seen,
     }
 
 
@@ -387,7 +387,7 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=0.0)
     parser.add_argument("--requests", type=int, default=40)
     parser.add_argument("--streams", type=int, default=0)
-    parser.add_argument("--pictures", type=int, default=32)
+    parser.add_argument("--images", type=int, default=32)
     parser.add_argument("--max-model-len", type=int, default=None)
     parser.add_argument("--peer", choices=["transformers"])
     parser.add_argument("--out", type=Path)

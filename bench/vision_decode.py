@@ -2,7 +2,7 @@
 
     python bench/vision_decode.py --model 2b|8b [--batches 1 8 64] [--rounds 3] [--out FILE]
 
-True configurations, random weights in bfloat16. `sees`: every prompt holds one picture of its own
+True configurations, random weights in bfloat16. `sees`: every prompt holds one image of its own
 (768 tokens) and 32 tokens of text. `text`: the same model, prompts of as many text tokens. `dense`:
 the text model alone, as `Qwen3ForCausalLM`, the same prompts. Milliseconds per step by the device's
 own clock over 150 steps in which all rows decode: medians of the rounds, and every value.

@@ -41,7 +41,7 @@ class HeadTransform:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VisualTokens:
-    """The picture placeholders among a step's prompt tokens, and the features that replace their
+    """The image placeholders among a step's prompt tokens, and the features that replace their
     embeddings."""
 
     mask: torch.Tensor
@@ -116,7 +116,7 @@ class ForwardInputs:
     token_ids: torch.Tensor
     """int32 (tokens,)."""
     positions: torch.Tensor
-    """Rotary positions: (tokens,), or (3, tokens) if some tokens belong to pictures."""
+    """Rotary positions: (tokens,), or (3, tokens) if some tokens belong to images."""
     states: Sequence[Any]
     """State of each layer (`nanoactor.models.layers.state.LayerState`), which the pass updates in
     place."""
@@ -215,7 +215,7 @@ class SlotTables:
     """Newest token id of each slot, int32 (slots,)."""
     rope_deltas: torch.Tensor | None
     """Rotary position of the next token minus its position in the sequence, int32 (slots,). None if
-    the model accepts no pictures, as the two are then always equal."""
+    the model accepts no images, as the two are then always equal."""
     sampling_words: torch.Tensor
     """Packed sampling parameters of each slot, int32 (words of a request, slots)."""
     block_size: int

@@ -137,8 +137,8 @@ def test_links_of_the_long_description_are_absolute(wheel):
         kind, _, rest = target.removeprefix(f"{base}/").partition("/")
         tag, _, path = rest.partition("/")
         assert tag == f"v{nanoactor.RELEASE}"
-        picture = PurePath(path.partition("#")[0]).suffix in {".png", ".svg"}
-        assert (kind == "raw") == picture
+        image = PurePath(path.partition("#")[0]).suffix in {".png", ".svg"}
+        assert (kind == "raw") == image
         assert (ROOT / path.partition("#")[0]).exists()
 
 

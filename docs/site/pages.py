@@ -199,7 +199,7 @@ def _inside(name: str) -> str | None:
 
 
 def _to_page(mark: str, label: str, inner: str, anchor: str, place: Place) -> str:
-    """Return a link to a page or a picture of the site.
+    """Return a link to a page or an image of the site.
 
     The plugin for languages directs a link to `server.md` to the translation in the part of the
     site for another language. A link across languages is therefore written in HTML.

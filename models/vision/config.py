@@ -15,7 +15,7 @@ _KEY = "vision_config"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VisionConfig:
-    """Sizes of Qwen3-VL's vision tower, and the ids of the special tokens for pictures and
+    """Sizes of Qwen3-VL's vision tower, and the ids of the special tokens for images and
     videos."""
 
     depth: int
@@ -26,12 +26,12 @@ class VisionConfig:
     patch_size: int
     """Side of a patch in pixels."""
     temporal_patch_size: int
-    """Number of frames in a patch. A picture is repeated this many times."""
+    """Number of frames in a patch. An image is repeated this many times."""
     merge_size: int
     """Side, in patches, of the square that is merged into one token."""
     out_hidden_size: int
     table_side: int
-    """Side of the square table of learned position embeddings, which is resampled to each picture's
+    """Side of the square table of learned position embeddings, which is resampled to each image's
     grid of patches."""
     deepstack_layers: tuple[int, ...]
     """Indices of the tower's blocks with a deepstack level: the block's output goes through a

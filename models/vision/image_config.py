@@ -1,4 +1,4 @@
-"""Resizing of pictures and normalization of their pixels, as configured by a checkpoint. Imports no
+"""Resizing of images and normalization of their pixels, as configured by a checkpoint. Imports no
 torch."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from nanoactor.models.fields import (
 from nanoactor.models.vision.config import VisionConfig
 
 MAX_ASPECT_RATIO = 200
-"""Maximum ratio of a picture's longer side to its shorter side, as in transformers."""
+"""Maximum ratio of an image's longer side to its shorter side, as in transformers."""
 _FILE = "preprocessor_config.json"
 _BICUBIC = 3
 _MAX_PIXELS = 1 << 40
@@ -31,30 +31,30 @@ _MAX_PIXELS = 1 << 40
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ImageConfig:
-    """A checkpoint's settings for resizing and normalizing pictures."""
+    """A checkpoint's settings for resizing and normalizing images."""
 
     min_pixels: int
-    """Minimum area in pixels. Smaller pictures are enlarged."""
+    """Minimum area in pixels. Smaller images are enlarged."""
     max_pixels: int
-    """Maximum area in pixels. Larger pictures are reduced."""
+    """Maximum area in pixels. Larger images are reduced."""
     factor: int
-    """Side in pixels of the square that becomes one token. The sides of resized pictures are
+    """Side in pixels of the square that becomes one token. The sides of resized images are
     multiples of it."""
     rescale: float
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
     def fit(self, height: int, width: int) -> tuple[int, int]:
-        """Return the height and width in pixels to which a picture is resized.
+        """Return the height and width in pixels to which an image is resized.
 
-        Both are multiples of `factor`, with about the picture's aspect ratio, as in `smart_resize`
+        Both are multiples of `factor`, with about the image's aspect ratio, as in `smart_resize`
         of transformers. Raises `ValueError` if a side is 0 or more than `MAX_ASPECT_RATIO` times
         the other.
         """
         longer, shorter = max(height, width), min(height, width)
         if shorter < 1 or longer > MAX_ASPECT_RATIO * shorter:
             raise ValueError(
-                f"a picture of {width} x {height} pixels is too narrow: its longer side may be "
+                f"an image of {width} x {height} pixels is too narrow: its longer side may be "
                 f"at most {MAX_ASPECT_RATIO} times the shorter one"
             )
         factor, area = self.factor, height * width
@@ -82,7 +82,7 @@ class ImageConfig:
 
 
 def read_image_config(directory: Path, vision: VisionConfig) -> ImageConfig:
-    """Return the picture settings in `processor_config.json` or, if it has none, in
+    """Return the image settings in `processor_config.json` or, if it has none, in
     `preprocessor_config.json`. This is the order in which transformers looks for them.
 
     Raises `ModelError` if neither file has settings or a file is invalid, and `UnsupportedModel` if
@@ -94,7 +94,7 @@ def read_image_config(directory: Path, vision: VisionConfig) -> ImageConfig:
             raw = read_json(path)
             if key is None or isinstance(raw.get(key), dict):
                 return parse_image_config(raw if key is None else raw[key], vision, path)
-    raise ModelError(f"{directory} has no {_FILE}, which is required for resizing pictures")
+    raise ModelError(f"{directory} has no {_FILE}, which is required for resizing images")
 
 
 def parse_image_config(

@@ -1,4 +1,4 @@
-"""Rotary positions of the text, pictures and video frames in a prompt. Needs only NumPy.
+"""Rotary positions of the text, images and video frames in a prompt. Needs only NumPy.
 
 The scheme is Qwen3-VL's interleaved M-RoPE, arXiv:2511.21631.
 """
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VisualSpan:
-    """The tokens of a picture, or of one temporal patch of a video, in a prompt. They form a grid
+    """The tokens of an image, or of one temporal patch of a video, in a prompt. They form a grid
     that is stored row by row."""
 
     start: int

@@ -1,7 +1,7 @@
 """Conversion of pixels to the input rows of the vision tower, on the device.
 
 Pixels are copied to the device as uint8. The rows have eight times as many bytes, because they are
-float32 and repeat each picture for two frames.
+float32 and repeat each image for two frames.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class PatchMaker:
     def __call__(self, pixels: torch.Tensor) -> tuple[torch.Tensor, Grid]:
         """Return the tower's input rows, float32 (patches, patch_values), and their grid.
 
-        `pixels` is uint8 (frames, height, width, channels); a picture is one frame. Patches that
+        `pixels` is uint8 (frames, height, width, channels); an image is one frame. Patches that
         are merged into one token are consecutive. If the frames do not fill a temporal patch, the
         last frame is repeated.
         """

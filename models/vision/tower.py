@@ -2,7 +2,7 @@
 input rows.
 
 Patches that are merged into one token are consecutive. A patch attends to all patches of the same
-picture, or of the same temporal patch of a video.
+image, or of the same temporal patch of a video.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ _EPS = 1e-6
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Grid:
-    """Size of the grid of patches of a picture or a video."""
+    """Size of the grid of patches of an image or a video."""
 
     frames: int
-    """Number of temporal patches; 1 for a picture."""
+    """Number of temporal patches; 1 for an image."""
     height: int
     width: int
 
@@ -39,7 +39,7 @@ class Grid:
 
 @dataclasses.dataclass(slots=True)
 class TowerState:
-    """Intermediate state of pictures that are being encoded, between `begin` and `finish`."""
+    """Intermediate state of images that are being encoded, between `begin` and `finish`."""
 
     x: torch.Tensor
     """Hidden states, (patches, hidden)."""

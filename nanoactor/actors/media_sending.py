@@ -1,4 +1,4 @@
-"""Transfer of pictures and videos from the frontend to the vision workers, in pieces."""
+"""Transfer of images and videos from the frontend to the vision workers, in pieces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nanoactor.vision.media import PIECE_BYTES
 
 
 class MediaSender:
-    """Sender of pictures and videos to vision workers. It sends pieces as long as the outboxes have
+    """Sender of images and videos to vision workers. It sends pieces as long as the outboxes have
     room, and the rest later."""
 
     def __init__(self, workers: Sequence[Outbox]) -> None:
@@ -28,11 +28,11 @@ class MediaSender:
         """All bytes of each item in transit, by (uid, index of the item)."""
 
     def __len__(self) -> int:
-        """Return the number of pictures and videos that are still being sent."""
+        """Return the number of images and videos that are still being sent."""
         return len(self._data)
 
     def is_sending(self, uid: int, item: int) -> bool:
-        """Return True if this item of a request (a picture or video) is still being sent."""
+        """Return True if this item of a request (an image or video) is still being sent."""
         return (uid, item) in self._data
 
     def send(self, entry: Entry, uid: int, item: int, tokenizer: int) -> None:

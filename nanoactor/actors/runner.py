@@ -47,7 +47,7 @@ class RunnerActor(Actor):
         """Drop the state of all steps, pixels and masks."""
         self._queued_tokens: deque[int] = deque()
         """Number of tokens of each step that is queued or running. For a step that encodes
-        pictures, the encoder's token budget is added."""
+        images, the encoder's token budget is added."""
         self._received = self._completed = 0
         self._requests.reset()
         self._side_inputs = SideInputs(self._config, lambda: self.context.outbox("scheduler"))

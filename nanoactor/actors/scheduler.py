@@ -21,7 +21,7 @@ from nanoactor.setup.actors import ActorConfig, RunnerReady, encoder_limits
 _HOPS = 4
 LOAD, ENTERS, LEAVES, ENCODES = "load", "enters", "leaves", "encodes"
 """Name of the trace track that shows when requests are live, and names of its spans: requests that
-enter, requests that leave, and pictures that are encoded. The field `sent` of these spans is the
+enter, requests that leave, and images that are encoded. The field `sent` of these spans is the
 step's number."""
 
 
@@ -83,7 +83,7 @@ class SchedulerActor(Actor):
         self._note_load()
 
     def _link_requests(self, message: Any) -> None:
-        """Record in the trace the steps in which requests enter or leave and pictures are
+        """Record in the trace the steps in which requests enter or leave and images are
         encoded."""
         if isinstance(message, messages.Turn):
             if (plan := message.plan) is not None:

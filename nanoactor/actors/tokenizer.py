@@ -64,7 +64,7 @@ class TokenizerActor(Actor):
         self._held = HeldRequests()
 
     def start(self, context: Context, ready: Mapping[str, ReadyInfo]) -> None:
-        """Set the limits on requests and pictures according to the size of the KV and encoder
+        """Set the limits on requests and images according to the size of the KV and encoder
         caches that the runners have allocated."""
         super().start(context, ready)
         cache = RunnerReady.find(ready)
@@ -84,7 +84,7 @@ class TokenizerActor(Actor):
 
     def handlers(self) -> Mapping[type, Handler]:
         """Return the handlers of requests, of aborts, and of the keys (content hashes) and sizes of
-        pictures."""
+        images."""
         return {Submit: self._on_submit, Abort: self._on_abort, ItemsRead: self._on_items_read}
 
     def span_names(self) -> Mapping[type, str]:
@@ -181,7 +181,7 @@ class TokenizerActor(Actor):
 
     def statistics(self) -> dict[str, Any]:
         """Return the numbers of prompts and tokens since the start, and the number of requests that
-        wait for pictures (`held`)."""
+        wait for images (`held`)."""
         return {
             "requests": self._requests,
             "tokens": self._tokens,

@@ -1,4 +1,4 @@
-"""The vision worker actor, which computes the keys (content hashes) of pictures and videos on
+"""The vision worker actor, which computes the keys (content hashes) of images and videos on
 arrival, and decodes them on request."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nanoactor.vision.reports import VisionReports
 from nanoactor.vision.store import MediaStore
 
 _MAX_DECODE_SECONDS = 120.0
-"""Time limit, in seconds, for decoding a picture or one frame of a video."""
+"""Time limit, in seconds, for decoding an image or one frame of a video."""
 # Maximum total size, in bytes, of the undecoded items that a worker keeps. It requests dropped
 # items again when they are needed.
 STORE_BYTES = 256 << 20
@@ -39,7 +39,7 @@ class _Counts:
 
 
 class VisionActor(Actor):
-    """Actor that identifies pictures and videos, and decodes them to pixels for the runners. After
+    """Actor that identifies images and videos, and decodes them to pixels for the runners. After
     a restart, the bytes and requests that were lost are sent to it again."""
 
     def __init__(self, config: ActorConfig) -> None:
@@ -66,7 +66,7 @@ class VisionActor(Actor):
         super().start(context, ready)
         self._number = int(context.name.rpartition(".")[2])
         self._decode_track = context.new_track("decode")
-        self._decode_kind = self._decode_track.kind("decode picture", "pixels")
+        self._decode_kind = self._decode_track.kind("decode image", "pixels")
         tokenizers = range(self._config.engine.num_tokenizers)
         self._tokenizers = [context.outbox(f"tokenizer.{index}") for index in tokenizers]
         self._frontend = context.outbox("frontend")
@@ -85,7 +85,7 @@ class VisionActor(Actor):
     def span_names(self) -> Mapping[type, str]:
         """Return the trace span name for media bytes. The name refers to computing an item's key
         (content hash), which happens when the last bytes arrive."""
-        return {MediaPiece: "name picture"}
+        return {MediaPiece: "name image"}
 
     # -- media bytes ----------------------------------------------------------------------
 
@@ -191,13 +191,13 @@ class VisionActor(Actor):
                 self._requests.remove(piece.pixels)
 
     def progress(self) -> Progress | None:
-        """Return (number of pictures and frames processed, time limit for the next one in seconds);
+        """Return (number of images and frames processed, time limit for the next one in seconds);
         None if there is no work."""
         done = self._counts.decoded + self._thread.frames + self._counts.items
         return (done, _MAX_DECODE_SECONDS) if self._requests or self._videos_to_read else None
 
     def stop(self) -> None:
-        """Stop the decoding thread after the current picture; wait at most 1 s."""
+        """Stop the decoding thread after the current image; wait at most 1 s."""
         self._thread.close()
 
     def statistics(self) -> dict[str, Any]:

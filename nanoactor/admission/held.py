@@ -1,4 +1,4 @@
-"""Requests that wait, in the tokenizer actor, for what vision workers read of their pictures and
+"""Requests that wait, in the tokenizer actor, for what vision workers read of their images and
 videos."""
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from nanoactor.vision.media import ReadItem, Unusable
 
 
 class HeldRequests:
-    """Encoded requests that wait for the keys (content hashes) and sizes of their items (pictures
+    """Encoded requests that wait for the keys (content hashes) and sizes of their items (images
     and videos), and the items that have arrived. Used by the tokenizer actor."""
 
     def __init__(self) -> None:
@@ -61,7 +61,7 @@ class HeldRequests:
     def collect(self, event: Submit) -> list[VisualItem]:
         """Return the items of a request, all of which have arrived. Raises the errors of
         `ItemCollector.collect`."""
-        kinds = ["video" if times else "picture" for times in event.item_times]
+        kinds = ["video" if times else "image" for times in event.item_times]
         return [
             VisualItem(one.key, one.grid[1], one.grid[2], times or None)
             for one, times in zip(

@@ -67,7 +67,7 @@ def as_held(params: SamplingParams, submit: Submit, media: Sequence[Media]) -> S
     spec = submit.spec
     if media or spec.grammar or spec.prompt_logprobs >= 0 or spec.text_options.stop:
         raise InvalidRequest(
-            "requests submitted with submit_held cannot use pictures, videos, structured_outputs, "
+            "requests submitted with submit_held cannot use images, videos, structured_outputs, "
             "prompt_logprobs or stop strings"
         )
     return dataclasses.replace(submit, spec=dataclasses.replace(spec, held=True))
@@ -230,7 +230,7 @@ class RequestBuilder:
         return dataclasses.replace(params, seed=self._seeds.getrandbits(64))
 
     def extract_media(self, prompt: Any) -> tuple[Any, tuple[Media, ...]]:
-        """Return the prompt without its pictures and videos, and a tuple of these. This may read
+        """Return the prompt without its images and videos, and a tuple of these. This may read
         files and decode images; if `vision.parts.needs_opening(prompt)` is True, call it in a
         thread rather than on an event loop."""
         if isinstance(prompt, Mapping):
@@ -249,7 +249,7 @@ class RequestBuilder:
             return 0
         if media:
             raise InvalidRequest(
-                "truncate_prompt_tokens cannot be combined with pictures and videos, because "
+                "truncate_prompt_tokens cannot be combined with images and videos, because "
                 "the prompt could be cut in the middle of one"
             )
         if requested >= limit:

@@ -22,7 +22,7 @@ _MAX_REASON_CHARS = 2000
 
 
 class TokenizedAdmission:
-    """Converts encoded requests to `Admit` messages: places their pictures, converts their bad
+    """Converts encoded requests to `Admit` messages: places their images, converts their bad
     words to token ids, and separates free text from their grammars. Used by the tokenizer actor."""
 
     def __init__(
@@ -33,7 +33,7 @@ class TokenizedAdmission:
     def admit(
         self, event: Submit, encoded: Encoded, visual: Sequence[VisualItem], worker: int
     ) -> Admit:
-        """Return the `Admit` message of a request. `visual` are its pictures and videos, and
+        """Return the `Admit` message of a request. `visual` are its images and videos, and
         `worker` is the index of the vision worker that has them. Raises `InvalidRequest` if the
         request cannot be admitted."""
         prompt = encoded.prompt[-event.keep_last :]

@@ -19,7 +19,7 @@ class WaitingQueue:
         self._uids: set[int] = set()
         self.tokens = self.media_bytes = 0
         """Sums over all waiting requests: prompt tokens (bytes of text until a prompt is tokenized)
-        and bytes of pictures and videos."""
+        and bytes of images and videos."""
         self._progress: asyncio.Event | None = None
         """Event that is set, and then dropped, when a request stops waiting; None if no caller
         waits for it."""
@@ -55,7 +55,7 @@ class WaitingQueue:
             )
         if self.media_bytes and self.media_bytes + media > config.max_waiting_media_bytes:
             raise EngineOverloaded(
-                f"{self.media_bytes} bytes of pictures and videos are already waiting, and "
+                f"{self.media_bytes} bytes of images and videos are already waiting, and "
                 f"max_waiting_media_bytes is {config.max_waiting_media_bytes}; try again later"
             )
 

@@ -105,7 +105,7 @@ class BeamSearcher:
                 f"params must be a BeamSearchParams object, got {type(params).__name__}"
             )
         if _has_media(prompt):
-            raise InvalidRequest("beam search cannot be combined with pictures and videos")
+            raise InvalidRequest("beam search cannot be combined with images and videos")
         width, eos = params.beam_width, self._files.eos_token_ids
         count = candidates_per_beam(params, eos) + len(self._placeholders)
         count = min(count, self._files.config.vocab_size)
@@ -190,7 +190,7 @@ class BeamAssignment:
 
 
 def _has_media(prompt: Any) -> bool:
-    """Return True if a prompt contains pictures, videos or other content that is not text."""
+    """Return True if a prompt contains images, videos or other content that is not text."""
     if isinstance(prompt, Mapping):
         return prompt.get("multi_modal_data") is not None
     if not isinstance(prompt, list | tuple):

@@ -198,7 +198,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
             metavar="FILE",
             action="append",
             default=[],
-            help="a picture to put at the start of the prompt, for vision models. May be repeated.",
+            help="an image to put at the start of the prompt, for vision models. May be repeated.",
         )
     fields[serve_parser] = add_options(serve_parser.add_argument_group("engine"), EngineConfig)
     fields[serve_parser] |= add_options(serve_parser.add_argument_group("server"), ServerConfig)

@@ -117,13 +117,13 @@ async def chat(args: Any) -> None:
         )
     _check_writable(args.trace)
     line_reader = LineReader(sys.stdin.fileno())
-    pictures = list(args.image)
+    images = list(args.image)
     async with _engine(args, **ONE_USER) as llm:
         if sys.stdin.isatty() and not args.json:
             print("Press Ctrl-D on an empty line to leave.")
         while (user_text := await _read_user_line(line_reader, args.json)) is not None:
-            messages.append({"role": "user", "content": _user_content(user_text, pictures)})
-            pictures = []
+            messages.append({"role": "user", "content": _user_content(user_text, images)})
+            images = []
             try:
                 answer = await _stream(llm, messages, params, args.json)
             except InvalidRequest as error:  # such as a conversation that has become too long

@@ -306,7 +306,7 @@ class FleetLLM(PoolingCalls):
                 ids = np.asarray(await self._tokens(submit), np.int32)[-submit.keep_last :]
                 media = request.entry.media
                 if media:
-                    request.prompt_length, block_hashes = await self._hasher.hash_with_pictures(
+                    request.prompt_length, block_hashes = await self._hasher.hash_with_images(
                         ids, media
                     )
                 else:

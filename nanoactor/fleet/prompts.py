@@ -46,9 +46,7 @@ class PromptHasher:
         ids = np.asarray(token_ids, np.int32)[:_MAX_HASHED_TOKENS]
         return block_hashes(ids, self.block_size, self._salt).tobytes()
 
-    async def hash_with_pictures(
-        self, token_ids: Int32, media: Sequence[Media]
-    ) -> tuple[int, bytes]:
+    async def hash_with_images(self, token_ids: Int32, media: Sequence[Media]) -> tuple[int, bytes]:
         """Return the number of tokens in a prompt after its image placeholders are expanded, and
         the hashes of its blocks as in `hash_tokens`.
 
@@ -56,11 +54,11 @@ class PromptHasher:
         length and no hashes. Image headers are read on a thread.
         """
         try:
-            return await asyncio.to_thread(self._hash_with_pictures, token_ids, media)
+            return await asyncio.to_thread(self._hash_with_images, token_ids, media)
         except NanoactorError:
             return len(token_ids), b""
 
-    def _hash_with_pictures(self, token_ids: Int32, media: Sequence[Media]) -> tuple[int, bytes]:
+    def _hash_with_images(self, token_ids: Int32, media: Sequence[Media]) -> tuple[int, bytes]:
         if self._reader is None or self._vision is None or any(one.frames for one in media):
             return len(token_ids), b""
         visuals = [self._reader.read(one) for one in media]

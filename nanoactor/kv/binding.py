@@ -23,7 +23,7 @@ _UNCHANGED = {f"table_{name}": _NOTHING for name in ("slots", "starts", "counts"
 
 class StepBinder:
     """Converts plans into steps, in order: adds block table entries, known token ids, copies, and
-    the work on pictures and videos. The block manager creates a new one at each restart."""
+    the work on images and videos. The block manager creates a new one at each restart."""
 
     def __init__(self, tables: BlockTables, index: PrefixIndex, items: ItemManager) -> None:
         self._tables, self._index, self._items = tables, index, items

@@ -16,7 +16,7 @@ from nanoactor.media.units import EncodeUnits
 
 @dataclasses.dataclass(eq=False, slots=True)
 class EncodedItem:
-    """The cache entry of one picture or video. Its rows are the encoder's outputs, including those
+    """The cache entry of one image or video. Its rows are the encoder's outputs, including those
     of all deepstack levels."""
 
     key: bytes

@@ -23,7 +23,7 @@ class Holding:
     table: list[int]
     items: HeldItems | None = None
     extras: Mapping[int, bytes] = dataclasses.field(default_factory=dict)
-    """Bytes that are added to the hash of a block to identify its pictures, by block index."""
+    """Bytes that are added to the hash of a block to identify its images, by block index."""
     request: int = -1
     """Uid of the first sequence of the same request."""
     shareable: int = 0

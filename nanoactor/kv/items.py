@@ -1,4 +1,4 @@
-"""Handling of pictures and videos in the block manager: which encoder-cache entries sequences hold,
+"""Handling of images and videos in the block manager: which encoder-cache entries sequences hold,
 and which cached rows their tokens read."""
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NO_SLICES = EncodeSlices(
 
 @dataclasses.dataclass(slots=True)
 class HeldItems:
-    """The pictures and videos in the prompt of one sequence. A *span* is a range of prompt tokens
+    """The images and videos in the prompt of one sequence. A *span* is a range of prompt tokens
     that read consecutive rows of an item."""
 
     spans: list[tuple[int, int, int, int]]
@@ -102,7 +102,7 @@ class ItemManager:
     # -- holding --------------------------------------------------------------------------
 
     def match_no_items(self) -> None:
-        """Record an admission without pictures or videos."""
+        """Record an admission without images or videos."""
         self._add(items=[0], refunds=[0])
 
     def match(self, held: HeldItems, items: Items, computed: int) -> None:
@@ -180,7 +180,7 @@ class ItemManager:
         slices: EncodeSlices | None,
         chunks: list[tuple[HeldItems | None, int, int]],
     ) -> VisionStep | None:
-        """Return a step's work on pictures and videos; None if there is none. `chunks` has one
+        """Return a step's work on images and videos; None if there is none. `chunks` has one
         (items, start, number of tokens) tuple for each row that computes known tokens."""
         positions = _positions(chunks)
         if slices is None and not positions.size:
@@ -232,7 +232,7 @@ class ItemManager:
 
     def _readable(self, held: HeldItems, index: int, rows: int) -> EncodedItem:
         """Return the cache entry of an item. Raises `ProtocolBug` unless at least its first `rows`
-        rows are encoded, since tokens would otherwise be computed without their picture."""
+        rows are encoded, since tokens would otherwise be computed without their image."""
         item = held.encoded[index]
         available = 0 if item is None else item.units.rows_after(item.planned)
         if item is None or index in held.released or available < rows:
@@ -242,9 +242,9 @@ class ItemManager:
 
 def _positions(chunks: list[tuple[HeldItems | None, int, int]]) -> Int32:
     """Return the rotary positions of all tokens of the chunks, (3, tokens); empty if no token is at
-    or after a picture."""
+    or after an image."""
     if all(held is None or start + count <= held.spans[0][2] for held, start, count in chunks):
-        return _NO_POSITIONS  # a prompt is plain text before its first picture
+        return _NO_POSITIONS  # a prompt is plain text before its first image
     positions = [
         held.rotary_positions(start, count)
         if held is not None

@@ -1,1 +1,1 @@
-"""Pictures and videos in prompts, and the division of their encoding into units of work."""
+"""Images and videos in prompts, and the division of their encoding into units of work."""

@@ -1,4 +1,4 @@
-"""Pictures and videos in a prompt: their placeholders, their positions, and their contribution to
+"""Images and videos in a prompt: their placeholders, their positions, and their contribution to
 the hashes of cached blocks."""
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ IMAGE_PLACEHOLDER = "<|image_pad|>"
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class VisualItem:
-    """A picture or video of known size that is not decoded yet."""
+    """An image or video of known size that is not decoded yet."""
 
     key: bytes
     """16-byte hash of the item's content and of how it is processed."""
     height: int
-    """Height in tokens of the picture, or of one temporal patch of the video."""
+    """Height in tokens of the image, or of one temporal patch of the video."""
     width: int
     times: tuple[float, ...] | None = None
     """Time of each temporal patch (a group of consecutive frames) of a video, in seconds; None for
-    a picture."""
+    an image."""
 
     @property
     def tokens(self) -> int:
@@ -44,11 +44,11 @@ class VisualItem:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PlacedSpan:
-    """Position of a picture, or of one temporal patch (a group of consecutive frames) of a video,
+    """Position of an image, or of one temporal patch (a group of consecutive frames) of a video,
     in a prompt after its placeholders have been expanded."""
 
     item: int
-    """Index of the picture or video among the prompt's items."""
+    """Index of the image or video among the prompt's items."""
     first_row: int
     """Index of the first token's output row, among the vision tower's output rows for the item."""
     span: VisualSpan
@@ -56,7 +56,7 @@ class PlacedSpan:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ExpandedPrompt:
-    """A prompt in which each picture and video has as many placeholder tokens as the vision tower
+    """A prompt in which each image and video has as many placeholder tokens as the vision tower
     computes output rows for it."""
 
     token_ids: Int32
@@ -67,9 +67,9 @@ def expand_prompt(
     token_ids: Int32, items: Sequence[VisualItem], config: VisionConfig, encode: Encode
 ) -> ExpandedPrompt:
     """Replace each placeholder by as many placeholder tokens as the vision tower computes output
-    rows for its item (a picture or video).
+    rows for its item (an image or video).
 
-    The first image placeholder belongs to the first picture among the items, and so on; the same
+    The first image placeholder belongs to the first image among the items, and so on; the same
     applies to videos. A video's placeholder becomes, for each temporal patch, its time as text, the
     start token, the placeholders and the end token. `encode` returns the token ids of such a text.
     Raises `InvalidRequest` if the numbers of placeholders and items differ.
@@ -85,10 +85,10 @@ def expand_prompt(
         parts.append(piece)
         length += len(piece)
 
-    pictures = (index for index, item in enumerate(items) if item.times is None)
+    images = (index for index, item in enumerate(items) if item.times is None)
     videos = (index for index, item in enumerate(items) if item.times is not None)
     for place in positions.tolist():
-        index = next(pictures if token_ids[place] == config.image_token_id else videos)
+        index = next(images if token_ids[place] == config.image_token_id else videos)
         item = items[index]
         add(token_ids[copied_until:place])
         for piece, first_row in _pieces(item, config, encode):
@@ -148,7 +148,7 @@ def patch_times(times: Sequence[float], frames_per_patch: int) -> tuple[float, .
 def items_message(
     prompt: ExpandedPrompt, items: Sequence[VisualItem], config: VisionConfig, worker: int
 ) -> Items:
-    """Return the message that describes a prompt's pictures and videos to the scheduler and the
+    """Return the message that describes a prompt's images and videos to the scheduler and the
     block manager. `worker` is the index of the vision worker that has their undecoded data."""
     _, delta = rope_positions(len(prompt.token_ids), [placed.span for placed in prompt.spans])
     frames = [1 if item.times is None else len(item.times) for item in items]
@@ -164,7 +164,7 @@ def items_message(
 
 
 def visual_spans(items: Items) -> list[VisualSpan]:
-    """Return the position and size, in tokens, of each picture and each temporal patch of a video,
+    """Return the position and size, in tokens, of each image and each temporal patch of a video,
     in the form that `nanoactor.models.vision.mrope` expects."""
     grids = items.grids.tolist()
     return [
@@ -173,10 +173,10 @@ def visual_spans(items: Items) -> list[VisualSpan]:
 
 
 def block_extras(items: Items, block_size: int) -> dict[int, bytes]:
-    """Return, by block index, bytes that make the block's hash depend on the pictures and videos in
+    """Return, by block index, bytes that make the block's hash depend on the images and videos in
     the block, because their placeholder tokens are always the same.
 
-    The bytes contain the key, height, width and first output row of each picture or temporal patch
+    The bytes contain the key, height, width and first output row of each image or temporal patch
     that overlaps the block. Its offset in the block is not included, because the hash also depends
     on the preceding blocks, which determine the offset.
     """

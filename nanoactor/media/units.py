@@ -1,4 +1,4 @@
-"""Division of the encoding of a picture or video into units of work, so that no step (one forward
+"""Division of the encoding of an image or video into units of work, so that no step (one forward
 pass) takes too long."""
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class EncoderLimits:
     """Number of blocks (transformer layers) in the vision tower."""
     ranks: int = 1
     short_prefix: int = 0
-    """If at most this many tokens precede a picture, they do not get a step of their own: they wait
-    until the picture is encoded."""
+    """If at most this many tokens precede an image, they do not get a step of their own: they wait
+    until the image is encoded."""
 
 
 NO_ENCODER = EncoderLimits()
@@ -33,7 +33,7 @@ NO_ENCODER = EncoderLimits()
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class EncodeUnits:
-    """The units into which the encoding of an item (a picture or video) is divided. They are
+    """The units into which the encoding of an item (an image or video) is divided. They are
     encoded in order.
 
     A temporal patch (a group of consecutive frames) attends only to itself, so it is one unit. If
@@ -42,7 +42,7 @@ class EncodeUnits:
     """
 
     frames: int
-    """Number of temporal patches; 1 for a picture."""
+    """Number of temporal patches; 1 for an image."""
     rows: int
     """Number of output rows, and thus tokens, of a temporal patch."""
     parts: int

@@ -58,7 +58,7 @@ class ModelFiles:
     hf_tokenizer_directory: Path
     """Directory from which transformers reads the tokenizer."""
     images: ImageConfig | None = None
-    """Parameters for resizing pictures; None for a text-only model."""
+    """Parameters for resizing images; None for a text-only model."""
     videos: VideoConfig | None = None
     """Parameters for sampling and resizing video frames; None for a text-only model."""
     is_length_auto: bool = False

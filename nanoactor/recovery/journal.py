@@ -52,7 +52,7 @@ class Entry:
         self.request_id = request_id
         self.submit = submit
         self.media = media
-        """The request's pictures and videos, kept until the request finishes because they may have
+        """The request's images and videos, kept until the request finishes because they may have
         to be sent again."""
         self.kind = kind
         self.is_moved = is_moved

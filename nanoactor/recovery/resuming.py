@@ -54,7 +54,7 @@ def _resume_submit(entry: Entry, uid: int, prompt_logprobs: int) -> Submit:
         spec=spec,
         output=ToldTokens(np.array(emitted, np.int32)) if emitted else None,
     )
-    if entry.media:  # the text determines where its pictures belong
+    if entry.media:  # the text determines where its images belong
         return submit
     prompt = np.array(entry.prompt_token_ids, np.int32)
     return dataclasses.replace(

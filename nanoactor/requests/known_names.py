@@ -250,7 +250,7 @@ ENGINE: tuple[ForeignOption, ...] = (
         accepts=("raw_logprobs",),
         note="log-probabilities are always the model's own",
     ),
-    _engine("mm_processor_kwargs", accepts=({},), note="pass them with the pictures of a request"),
+    _engine("mm_processor_kwargs", accepts=({},), note="pass them with the images of a request"),
     _engine(
         "model_impl",
         accepts=("auto", "vllm"),

@@ -42,7 +42,7 @@ from nanoactor.scheduling.features.constraints import Constraints
 from nanoactor.scheduling.features.feature import Features
 from nanoactor.scheduling.features.forking import Forking
 from nanoactor.scheduling.features.holding import HeldSequences
-from nanoactor.scheduling.features.items import Pictures
+from nanoactor.scheduling.features.items import Images
 from nanoactor.scheduling.features.pooling import Pooling
 from nanoactor.scheduling.preemption import BlockGrants
 from nanoactor.scheduling.resources.budget import BlockBudget
@@ -77,7 +77,7 @@ class Scheduler:
         self._running = RunningBatch(config.max_num_seqs, config.max_model_len, config.block_size)
         self._output = OutputBuffer(self._running, self.statistics)
         self._turn = TurnBuilder(self._running.table)
-        self.items = Pictures(config.encoder)
+        self.items = Images(config.encoder)
         self._pipeline = Pipeline(config, self.budget, self._running)
         self.constraints = Constraints(
             self._running,
@@ -383,6 +383,6 @@ class Scheduler:
     }
     """Handlers of the events that the scheduler processes itself, by event class."""
     EVENTS: ClassVar[frozenset[type]] = frozenset(HANDLERS).union(
-        *(feature.HANDLERS for feature in (Pictures, Constraints, HeldSequences))
+        *(feature.HANDLERS for feature in (Images, Constraints, HeldSequences))
     )
     """All event types that `Scheduler.handle` accepts."""

@@ -42,7 +42,7 @@ log = logging.getLogger("nanoactor.server")
 _LISTEN_BACKLOG = 4096
 _MIN_DIVISIBLE_QUEUE = 16
 """Minimum capacity of the waiting queue at which one client is limited to half of it."""
-_PICTURES_BYTES = 64 << 20
+_IMAGES_BYTES = 64 << 20
 """Additional bytes allowed in a request's body if the model accepts images."""
 _RESPONSE_ID = "{id:(?!input_tokens|compact)[^/]+}"
 """Path pattern of a response id, which excludes the names of the API's other routes."""
@@ -97,7 +97,7 @@ class Server:
         # JSON escapes and decimal token ids need more bytes than the text of the prompt.
         accepts_images = llm.files.images is not None
         max_body_bytes = (
-            config.max_body_bytes or max_text_bytes + (1 << 20) + accepts_images * _PICTURES_BYTES
+            config.max_body_bytes or max_text_bytes + (1 << 20) + accepts_images * _IMAGES_BYTES
         )
         decoder = Decoder(config.strict, accepts_images, self._template_members)
         is_traced = llm.config.otlp_traces_endpoint is not None
@@ -140,10 +140,10 @@ class Server:
 
     def _translation_options(self) -> Options:
         accepts_images = self.llm.files.images is not None
-        renders_result_pictures = (
-            self._text_service is not None and self._text_service.template.renders_result_pictures
+        renders_result_images = (
+            self._text_service is not None and self._text_service.template.renders_result_images
         )
-        return Options(accepts_images, renders_result_pictures, self.config.drop_volatile_lines)
+        return Options(accepts_images, renders_result_images, self.config.drop_volatile_lines)
 
     def _routes(self) -> Routes:
         text_routes = TextRoutes(self.llm, self._text_service, self._http, self._media, self.names)

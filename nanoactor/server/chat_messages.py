@@ -175,7 +175,7 @@ def _part(part: Mapping[str, Any]) -> dict[str, Any]:
     return {"type": "image", "image": image["url"], "detail": image.get("detail") or "auto"}
 
 
-def without_pictures(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def without_images(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return a copy of the messages in which each image part has only its type."""
     reduced_messages = []
     for message in messages:
@@ -195,14 +195,14 @@ def text_of(message: Mapping[str, Any]) -> str:
     return content or ""
 
 
-async def load_pictures(messages: Sequence[dict[str, Any]], loader: MediaLoader) -> None:
+async def load_images(messages: Sequence[dict[str, Any]], loader: MediaLoader) -> None:
     """Replace image URLs in content parts with the bytes of the images, in place. Raises
     `InvalidRequest` if an image cannot be loaded."""
-    pictures = [
+    images = [
         part
         for message in messages
         for part in (message["content"] if isinstance(message.get("content"), list) else ())
         if part["type"] == "image"
     ]
-    for part in pictures:  # one after the other, so that a request fetches only one image at a time
+    for part in images:  # one after the other, so that a request fetches only one image at a time
         part["image"] = await loader.load(part["image"])

@@ -16,9 +16,9 @@ from nanoactor.server.answer import Answer, CompletionWriter, EchoedPrompt
 from nanoactor.server.call_forms import SPECIAL_TOKEN_FORMS, call_finder, call_form
 from nanoactor.server.chat_messages import (
     conversation,
-    load_pictures,
+    load_images,
     text_of,
-    without_pictures,
+    without_images,
 )
 from nanoactor.server.choices import ChatChoice, Choice, TextChoice
 from nanoactor.server.context import context_of
@@ -125,7 +125,7 @@ class Completions:
         if body.calls_tools and body.skip_special_tokens is None:
             body.skip_special_tokens = self._call_form not in SPECIAL_TOKEN_FORMS
         prompts = [conversation(body.raw["messages"])]
-        messages = without_pictures(prompts[0])
+        messages = without_images(prompts[0])
         constraint, thoughts = body.constraint, None
         if constraint is not None:  # it constrains only the text after the reasoning
             thoughts = await self._thoughts(body, messages, options)
@@ -144,7 +144,7 @@ class Completions:
                 for index in range(body.n or 1)
             ]
 
-        await load_pictures(prompts[0], self._media)
+        await load_images(prompts[0], self._media)
         inputs = AnswerInputs(options, constraint, make_writer, tuple(messages))
         return await self._answers.generate(request, body, prompts, choices, inputs)
 

@@ -45,8 +45,8 @@ class ServerConfig:
     cors_origins: tuple[str, ...] = ()
     """An origin whose web pages may call the server; "*" allows any."""
     allowed_media_domains: tuple[str, ...] = ()
-    """A host from which pictures may be fetched (`image_url`), if all of its addresses are public;
-    ".example.org" allows all of its subdomains. If no host is given, pictures are accepted only as
+    """A host from which images may be fetched (`image_url`), if all of its addresses are public;
+    ".example.org" allows all of its subdomains. If no host is given, images are accepted only as
     data: URLs."""
     strict: bool = False
     """Refuse unknown fields of requests, instead of ignoring them with a warning."""

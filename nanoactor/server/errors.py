@@ -105,7 +105,7 @@ _RETRY_LATER = {"Retry-After": RETRY_AFTER}
 _TOO_LONG = re.compile(
     r"(the|a) prompt has \d+ (tokens|bytes)"
     r"|(max|min)_tokens is \d+, but after a prompt"
-    r"|the request's pictures and videos have \d+ tokens, but max_model_len"
+    r"|the request's images and videos have \d+ tokens, but max_model_len"
 )
 
 

@@ -27,7 +27,7 @@ from nanoactor.server.addresses import is_public
 LookUp = Callable[[str, int], Awaitable[Sequence[str]]]
 """Function that resolves a host name and a port to the host's IP addresses."""
 
-_ADVICE = "send the picture itself as data:image/png;base64,..."
+_ADVICE = "send the image itself as data:image/png;base64,..."
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]{0,30}):")
 _WEB_SCHEMES = ("http", "https")
 _WEB_PORTS = (80, 443)
@@ -122,7 +122,7 @@ class MediaLoader:
         if scheme not in _WEB_SCHEMES:
             raise _wrong_scheme("the image URL", scheme)
         if not self._rules:
-            raise InvalidRequest(f"this server does not fetch pictures from URLs; {_ADVICE}")
+            raise InvalidRequest(f"this server does not fetch images from URLs; {_ADVICE}")
         return await self._fetch(url)
 
     async def close(self) -> None:
@@ -147,7 +147,7 @@ class MediaLoader:
             if self._closed:
                 raise _closed_error() from None
             raise InvalidRequest(
-                f"the picture did not arrive within {seconds:g} s; try again, or {_ADVICE}"
+                f"the image did not arrive within {seconds:g} s; try again, or {_ADVICE}"
             ) from None
         except (aiohttp.ClientError, OSError) as error:
             # The error's text contains addresses, which must not be exposed.
@@ -178,7 +178,7 @@ class MediaLoader:
             subject = "the address that the image URL redirects to"
         raise InvalidRequest(
             f"the image URL redirects more than {self._limits.max_redirects} times; send the "
-            "URL of the picture itself"
+            "URL of the image itself"
         )
 
     def _check(self, url: URL, subject: str) -> None:
@@ -390,19 +390,19 @@ def _check_head(response: aiohttp.ClientResponse) -> None:
     that it is compressed."""
     if response.status != 200:
         raise InvalidRequest(
-            "the image URL does not lead to a picture, because its host answered with the "
+            "the image URL does not lead to an image, because its host answered with the "
             f"status {response.status} instead of 200"
         )
     kind = response.headers.get("Content-Type", "").partition(";")[0].strip().lower()
     if kind not in _UNTYPED_TYPES and not _IMAGE_TYPE.fullmatch(kind):
         raise InvalidRequest(
-            "the image URL does not lead to a picture, because its Content-Type is "
+            "the image URL does not lead to an image, because its Content-Type is "
             f"{kind[:100]!r} instead of image/*"
         )
     encoding = ",".join(response.headers.getall("Content-Encoding", ())).strip().lower()
     if encoding not in ("", "identity"):
         raise InvalidRequest(
-            "the image URL's host sent the picture with the Content-Encoding "
+            "the image URL's host sent the image with the Content-Encoding "
             f"{encoding[:100]!r}, which is not supported"
         )
 
@@ -419,7 +419,7 @@ def _reason(error: Exception) -> str:
 
 def _wrong_scheme(subject: str, scheme: str) -> InvalidRequest:
     return InvalidRequest(
-        f"{subject} has the scheme {scheme[:31]!r}, but pictures are only read from data:, https: "
+        f"{subject} has the scheme {scheme[:31]!r}, but images are only read from data:, https: "
         "and http: URLs, and redirects must lead to https: or http: URLs"
     )
 
@@ -433,12 +433,12 @@ def _not_public() -> InvalidRequest:
 
 def _too_large(limit: int) -> InvalidRequest:
     return InvalidRequest(
-        f"the picture is larger than the {limit} bytes allowed; send a smaller picture"
+        f"the image is larger than the {limit} bytes allowed; send a smaller image"
     )
 
 
 def _closed_error() -> EngineClosed:
-    return EngineClosed("the server is shutting down and fetches no more pictures")
+    return EngineClosed("the server is shutting down and fetches no more images")
 
 
 # -- data: URLs ---------------------------------------------------------------------------

@@ -57,23 +57,23 @@ _COUNTERS = (
     ("device_busy_seconds", "Time in which the device computed.", "runner.0", "busy_seconds"),
     ("load_seconds", "Time in which there was work to do.", "scheduler", "load_seconds"),
     (
-        "pictures_encoded",
-        "Pictures that the vision tower has encoded.",
+        "images_encoded",
+        "Images that the vision tower has encoded.",
         "scheduler",
         "items_encoded",
     ),
     (
         "encoder_cache_hits",
-        "Pictures that were already in the encoder cache.",
+        "Images that were already in the encoder cache.",
         "blocks",
         "encoder_hits",
     ),
 )
 """Counters: name, help text, actor, and the name of the actor's statistic."""
 _VISION_COUNTERS = (
-    ("pictures", "Pictures that came with requests.", "items"),
-    ("pictures_decoded", "Pictures that were decoded because their pixels were needed.", "decoded"),
-    ("picture_decode_seconds", "Time in which vision workers decoded pictures.", "decode_seconds"),
+    ("images", "Images that came with requests.", "items"),
+    ("images_decoded", "Images that were decoded because their pixels were needed.", "decoded"),
+    ("image_decode_seconds", "Time in which vision workers decoded images.", "decode_seconds"),
 )
 """Counters summed over all vision workers: name, help text, and name of the statistic."""
 
@@ -319,7 +319,7 @@ class Monitor:
             ),
             (
                 "queue_media_bytes",
-                "Picture bytes of requests that have no first token yet.",
+                "Image bytes of requests that have no first token yet.",
                 figures["waiting_media_bytes"],
             ),
             ("running_sequences", "Sequences that have a slot.", figures["running"]),

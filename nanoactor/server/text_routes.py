@@ -8,7 +8,7 @@ from typing import Any
 
 from aiohttp import web
 
-from nanoactor.server.chat_messages import conversation, load_pictures, without_pictures
+from nanoactor.server.chat_messages import conversation, load_images, without_images
 from nanoactor.server.context import json_response
 from nanoactor.server.errors import APIError, check_model
 from nanoactor.server.http import HttpFrontend
@@ -22,7 +22,7 @@ from nanoactor.server.requests import (
 from nanoactor.server.serving import Engine
 from nanoactor.server.text_service import TextService
 from nanoactor.text.template import TemplateFacts
-from nanoactor.vision.counting import PictureExpander
+from nanoactor.vision.counting import ImageExpander
 
 
 class TextRoutes:
@@ -40,7 +40,7 @@ class TextRoutes:
         the names that clients may use for the model."""
         self._llm = llm
         self._media = media
-        self._picture_expander = PictureExpander(llm.config, llm.files)
+        self._image_expander = ImageExpander(llm.config, llm.files)
         self._text_service = text_service
         self._http = http
         self._names = names
@@ -116,9 +116,9 @@ class TextRoutes:
         messages = conversation(body.raw["messages"])
         self._http.decoder.drop_hidden_tools(body, options, text_service.template.renders_tools)
         text_service.template.check(options)
-        await load_pictures(messages, self._media)
-        ids = await text_service.encode_chat(without_pictures(messages), options)
-        return await self._picture_expander.expand(ids, messages)
+        await load_images(messages, self._media)
+        ids = await text_service.encode_chat(without_images(messages), options)
+        return await self._image_expander.expand(ids, messages)
 
     async def detokenize(self, request: web.Request) -> web.StreamResponse:
         """Handle `POST /detokenize`: return the text of token ids, including special tokens."""

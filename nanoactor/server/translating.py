@@ -35,15 +35,15 @@ class Options:
 
     accepts_images: bool = False
     """True if the model accepts images."""
-    renders_result_pictures: bool = False
+    renders_result_images: bool = False
     """True if the chat template renders images inside tool results."""
     drop_volatile_lines: bool = True
 
 
-def split_pictures(parts: list[Chat], options: Options) -> tuple[Any, list[Chat]]:
+def split_images(parts: list[Chat], options: Options) -> tuple[Any, list[Chat]]:
     """Split a tool result. Return its content, and the images that the chat template cannot render
     inside a tool message. The caller puts these images into a user message."""
-    if options.renders_result_pictures:
+    if options.renders_result_images:
         return content_of(parts), []
     texts = [part for part in parts if part["type"] == "text"]
     return content_of(texts), [part for part in parts if part["type"] != "text"]

@@ -43,7 +43,7 @@ class TemplateFacts:
     call_form: CallForm = "hermes"
     """Syntax in which the template writes the assistant's earlier tool calls."""
     renders_tools: bool = False
-    renders_result_pictures: bool = False
+    renders_result_images: bool = False
     """True if an image in a tool result is rendered like an image in a user message."""
     thoughts: Thoughts = "none"
     """Reasoning mode after a prompt that is rendered without options, as `thoughts_after` returns
@@ -92,8 +92,8 @@ _DUMMY_TOOL = {
 }
 
 
-_BEFORE, _AFTER = "before a picture", "after a picture"
-_WITH_PICTURE = [
+_BEFORE, _AFTER = "before an image", "after an image"
+_WITH_IMAGE = [
     {"type": "text", "text": _BEFORE},
     {"type": "image"},
     {"type": "text", "text": _AFTER},
@@ -169,19 +169,19 @@ class ChatTemplate:
         thoughts = thoughts_after(baseline)
         return {
             "renders_tools": self._try_render(_PROBES[0], {"tools": [_DUMMY_TOOL]}) != baseline,
-            "renders_result_pictures": self._renders_result_pictures(),
+            "renders_result_images": self._renders_result_images(),
             "thoughts": thoughts,
             "reasoning_varies": any(thoughts_after(text) != thoughts for text in others),
         }
 
-    def _renders_result_pictures(self) -> bool:
+    def _renders_result_images(self) -> bool:
         *before, result = tool_call_conversation({}, "{}")
-        expected = self._image_placeholder([{"role": "user", "content": _WITH_PICTURE}])
-        result = {**result, "content": _WITH_PICTURE}
+        expected = self._image_placeholder([{"role": "user", "content": _WITH_IMAGE}])
+        result = {**result, "content": _WITH_IMAGE}
         return bool(expected.strip()) and self._image_placeholder([*before, result]) == expected
 
     def _image_placeholder(self, messages: list[Any]) -> str:
-        """Return the text that the template writes for the image in `_WITH_PICTURE`, which
+        """Return the text that the template writes for the image in `_WITH_IMAGE`, which
         `messages` must contain. Empty if the template rejects them."""
         _, _, rest = self._try_render(messages, {}).partition(_BEFORE)
         return rest.partition(_AFTER)[0]

@@ -73,7 +73,7 @@ def chrome_events(nodes: Sequence[NodeTrace]) -> Iterator[Event]:
         yield from _flow_events("request", uid, full_chain, track_ids, origin)
     for number, chain in chains["pixels"].items():
         full_chain = chain + _encode_spans(links[ENCODES].get(number, ()), chains["step"])
-        yield from _flow_events("picture", number, full_chain, track_ids, origin)
+        yield from _flow_events("image", number, full_chain, track_ids, origin)
 
 
 def _metadata_event(kind: str, track_id: tuple[int, int], name: str) -> Event:

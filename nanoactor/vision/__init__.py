@@ -1,1 +1,1 @@
-"""Pictures and videos before they reach a model: validation, headers, decoding, and pixels."""
+"""Images and videos before they reach a model: validation, headers, decoding, and pixels."""

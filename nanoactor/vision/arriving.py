@@ -1,4 +1,4 @@
-"""Assembly of pictures and videos whose bytes arrive in pieces."""
+"""Assembly of images and videos whose bytes arrive in pieces."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from nanoactor.vision.media import Media
 
 
 class ArrivingMedia:
-    """The items (pictures and videos) of which only some bytes have arrived. Used by the vision
+    """The items (images and videos) of which only some bytes have arrived. Used by the vision
     worker actor."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Computation of the token ids of a prompt with pictures. No picture is decoded, and no engine is
+"""Computation of the token ids of a prompt with images. No image is decoded, and no engine is
 needed."""
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from nanoactor.vision.media import Media, MediaReader
 from nanoactor.vision.parts import MediaExtractor
 
 
-class PictureExpander:
-    """Expands placeholders in token ids: each picture gets as many placeholder tokens as the model
+class ImageExpander:
+    """Expands placeholders in token ids: each image gets as many placeholder tokens as the model
     uses for it."""
 
     def __init__(self, config: EngineConfig, files: ModelFiles) -> None:
-        """Read the limits on pictures from the engine's configuration and the model's files."""
+        """Read the limits on images from the engine's configuration and the model's files."""
         self._vision = files.config.vision
         self._extractor = MediaExtractor(config, files, encoder_pages(config, files))
         self._reader: MediaReader | None = None
@@ -35,10 +35,10 @@ class PictureExpander:
     async def expand(
         self, token_ids: Sequence[int], messages: Sequence[Mapping[str, Any]]
     ) -> list[int]:
-        """Return the token ids of a conversation with the placeholders of its pictures expanded.
+        """Return the token ids of a conversation with the placeholders of its images expanded.
 
-        `token_ids` has one placeholder for each picture in `messages`. Picture headers are read on
-        a thread. Raises `InvalidRequest` if the engine would reject a picture.
+        `token_ids` has one placeholder for each image in `messages`. Image headers are read on
+        a thread. Raises `InvalidRequest` if the engine would reject an image.
         """
         _, media = self._extractor.of_messages(list(messages))
         return await asyncio.to_thread(self._expand, token_ids, media) if media else [*token_ids]

@@ -1,4 +1,4 @@
-"""Decoding of pictures and videos on a thread."""
+"""Decoding of images and videos on a thread."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class _Cancelled(Exception):
 
 
 class DecodingThread:
-    """Thread that decodes pictures and videos and reads the headers of videos, one item at a time.
+    """Thread that decodes images and videos and reads the headers of videos, one item at a time.
     Used by the vision worker actor."""
 
     def __init__(self, is_wanted: Callable[[int], bool]) -> None:
@@ -47,7 +47,7 @@ class DecodingThread:
         self._thread.start()
 
     def read(self, media: Media) -> ReadItem | Unusable:
-        """Return the key (content hash) and the grid (size in tokens) of a picture or video, or why
+        """Return the key (content hash) and the grid (size in tokens) of an image or video, or why
         it cannot be used. Runs on the calling thread."""
         try:
             with native_calls():
@@ -61,7 +61,7 @@ class DecodingThread:
         self._work.put(functools.partial(self._read, media, done))
 
     def decode(self, number: int, media: Media, done: Decoded) -> None:
-        """Queue a picture or video to be decoded. `number` identifies its pixels. `done` is called
+        """Queue an image or video to be decoded. `number` identifies its pixels. `done` is called
         on the thread, unless the pixels are no longer needed by then."""
         self._work.put(functools.partial(self._decode, number, media, done))
 
@@ -101,7 +101,7 @@ class DecodingThread:
         self.frames += 1
 
     def close(self) -> None:
-        """Stop the thread after the current picture; wait at most 1 s."""
+        """Stop the thread after the current image; wait at most 1 s."""
         self._stopping = True
         self._work.put(None)
         if self._thread is not None:
@@ -109,10 +109,10 @@ class DecodingThread:
 
 
 def _unusable(error: Exception) -> Unusable:
-    """Convert an error to the reason why a picture cannot be used. No picture may crash the
+    """Convert an error to the reason why an image cannot be used. No image may crash the
     engine."""
     if isinstance(error, MemoryError):
-        return Unusable("there is not enough memory to decode the picture", is_machine_fault=True)
+        return Unusable("there is not enough memory to decode the image", is_machine_fault=True)
     known = isinstance(error, InvalidRequest)
-    text = str(error) if known else f"the picture cannot be decoded: {error!r}"
+    text = str(error) if known else f"the image cannot be decoded: {error!r}"
     return Unusable(text[:_MAX_REASON_CHARS])

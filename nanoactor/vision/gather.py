@@ -1,4 +1,4 @@
-"""Collection, in the tokenizer actor, of the pictures and videos that vision workers have read for
+"""Collection, in the tokenizer actor, of the images and videos that vision workers have read for
 each request."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from nanoactor.vision.media import ReadItem, Unusable
 
 
 class ItemCollector:
-    """Collects the items (pictures and videos) of each request. Items arrive in any order, possibly
+    """Collects the items (images and videos) of each request. Items arrive in any order, possibly
     before the request itself."""
 
     def __init__(self) -> None:

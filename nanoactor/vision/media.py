@@ -1,4 +1,4 @@
-"""Pictures and videos of requests: their data, their hashes and sizes, and their decoding."""
+"""Images and videos of requests: their data, their hashes and sizes, and their decoding."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PIECE_BYTES = 256 << 10
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Media:
-    """A picture, or the frames of a video, as encoded files or as raw pixels."""
+    """An image, or the frames of a video, as encoded files or as raw pixels."""
 
     form: str
     """Pillow mode of raw pixels: "RGB", "RGBA" or "L". Empty for encoded files."""
@@ -30,7 +30,7 @@ class Media:
     frames."""
     data: bytes | bytearray
     frames: tuple[int, ...] = ()
-    """Size in bytes of each frame in `data`, for a video; empty for a picture."""
+    """Size in bytes of each frame in `data`, for a video; empty for an image."""
     times: tuple[float, ...] = ()
     """Time in seconds of each temporal patch (a group of consecutive frames) of a video. The pixels
     do not depend on the times."""
@@ -43,18 +43,18 @@ class Media:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ReadItem:
-    """The hash and the size of a picture or video that is not decoded yet."""
+    """The hash and the size of an image or video that is not decoded yet."""
 
     key: bytes
     """16-byte hash of the item's content and of how it is processed."""
     grid: tuple[int, int, int]
     """(temporal patches, rows, columns) of the item's tokens. A temporal patch is a group of
-    consecutive frames; a picture has one."""
+    consecutive frames; an image has one."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unusable:
-    """Result for a picture or a video that cannot be used, with the reason."""
+    """Result for an image or a video that cannot be used, with the reason."""
 
     reason: str
     is_machine_fault: bool = False
@@ -66,25 +66,25 @@ def _noop() -> None:
 
 
 class MediaReader:
-    """Reads the headers of pictures and videos, and decodes them. Requires Pillow."""
+    """Reads the headers of images and videos, and decodes them. Requires Pillow."""
 
     def __init__(
         self, images: ImageConfig, salt: bytes, max_pixels: int, videos: VideoConfig | None = None
     ) -> None:
         """Create a reader. `salt` is a secret key of the hash, so that outsiders cannot construct
-        two pictures with the same hash. `max_pixels` is the maximum number of pixels of a picture,
+        two images with the same hash. `max_pixels` is the maximum number of pixels of an image,
         or of a frame, before resizing."""
-        from nanoactor.vision import pictures
+        from nanoactor.vision import image_io
 
         self._images, self._videos = images, videos
         self._salt, self._max_pixels = salt, max_pixels
-        self._pictures = pictures
+        self._image_io = image_io
 
     def size_of(self, media: Media, before_frame: Callable[[], None] = _noop) -> tuple[int, int]:
-        """Return the height and width in pixels to which a picture, or each frame of a video, is
+        """Return the height and width in pixels to which an image, or each frame of a video, is
         resized.
 
-        `before_frame` is called before each frame is checked. Raises `InvalidRequest` if a picture
+        `before_frame` is called before each frame is checked. Raises `InvalidRequest` if an image
         is invalid, too large or too narrow, or if frames differ in size.
         """
         min_pixels, max_pixels = media.area
@@ -102,10 +102,10 @@ class MediaReader:
             raise InvalidRequest(str(error)) from None
 
     def _original_size(self, media: Media, data: bytes | bytearray) -> tuple[int, int]:
-        """Return the height and width in pixels of a picture or of a frame before resizing."""
+        """Return the height and width in pixels of an image or of a frame before resizing."""
         if media.form:
             return media.shape[0], media.shape[1]
-        header = self._pictures.read_header(data, self._max_pixels)
+        header = self._image_io.read_header(data, self._max_pixels)
         return header.height, header.width
 
     def _frame_size(self, media: Media, before_frame: Callable[[], None]) -> tuple[int, int]:
@@ -126,7 +126,7 @@ class MediaReader:
         return first
 
     def read(self, media: Media, before_frame: Callable[[], None] = _noop) -> ReadItem:
-        """Return the hash and the grid of a picture or a video, computed from its encoded data and
+        """Return the hash and the grid of an image or a video, computed from its encoded data and
         its headers without decoding.
 
         `before_frame` is called before each frame is checked. Raises `InvalidRequest` if the item
@@ -143,7 +143,7 @@ class MediaReader:
         return ReadItem(digest.digest(), (frames, height // token_side, width // token_side))
 
     def decode(self, media: Media, before_frame: Callable[[], None] = _noop) -> NDArray[np.uint8]:
-        """Return the resized pixels of a picture or a video, uint8 (frames, height, width, 3).
+        """Return the resized pixels of an image or a video, uint8 (frames, height, width, 3).
 
         `before_frame` is called before each frame is checked or decoded, and may raise to cancel.
         Raises `InvalidRequest` if the item is invalid.
@@ -167,10 +167,10 @@ class MediaReader:
         from PIL import Image
 
         if not media.form:
-            return self._pictures.decode(data, height, width)
+            return self._image_io.decode(data, height, width)
         original_height, original_width = media.shape
         image = Image.frombytes(media.form, (original_width, original_height), bytes(data))
-        return self._pictures.resize_image(image, height, width)
+        return self._image_io.resize_image(image, height, width)
 
 
 def _frames(media: Media) -> Iterator[bytes | bytearray]:

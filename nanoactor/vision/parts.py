@@ -1,4 +1,4 @@
-"""Extraction of the pictures and videos of a request, from `multi_modal_data` or from chat
+"""Extraction of the images and videos of a request, from `multi_modal_data` or from chat
 messages."""
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from nanoactor.vision.rules import MediaRules
 from nanoactor.vision.video import Video, split_videos
 
 _IMAGE_PARTS = ("image", "image_url", "image_pil")
-_NAME_OF_KIND = {"image": "picture", "video": "video"}
+_KINDS = ("image", "video")
 
 
 class MediaExtractor:
-    """Extracts pictures and videos from prompts. Every method may raise `InvalidRequest`."""
+    """Extracts images and videos from prompts. Every method may raise `InvalidRequest`."""
 
     def __init__(self, config: EngineConfig, files: ModelFiles, max_items: int) -> None:
-        """Read the limits from the configuration. `max_items` is the maximum number of pictures and
+        """Read the limits from the configuration. `max_items` is the maximum number of images and
         videos in a request, regardless of their size."""
         self._rules = None
         if files.images is not None:
@@ -36,10 +36,10 @@ class MediaExtractor:
         self._max_items = max_items
 
     def of_data(self, data: Any, kwargs: Any) -> tuple[Media, ...]:
-        """Return the pictures, then the videos, in `multi_modal_data`.
+        """Return the images, then the videos, in `multi_modal_data`.
 
         `kwargs` is the request's `mm_processor_kwargs` or None, and determines the size after
-        resizing. The order of pictures relative to videos follows from the placeholders in the
+        resizing. The order of images relative to videos follows from the placeholders in the
         prompt.
         """
         if data is None:
@@ -51,25 +51,25 @@ class MediaExtractor:
                 "multi_modal_data must be a dict such as {'image': [...]}, got "
                 f"{type(data).__name__}"
             )
-        if unknown := sorted(str(key) for key in data if key not in _NAME_OF_KIND):
+        if unknown := sorted(str(key) for key in data if key not in _KINDS):
             raise InvalidRequest(
                 f"multi_modal_data: {unknown[0]!r:.50} is not a known key; use 'image' or 'video'"
             )
         if kwargs is not None and not isinstance(kwargs, Mapping):
             raise InvalidRequest(f"mm_processor_kwargs must be a dict, got {kwargs!r:.50}")
         extraction = _Extraction(self, kwargs or {})
-        pictures, videos = data.get("image"), data.get("video")
-        if pictures is not None:
-            is_list = isinstance(pictures, list | tuple)
-            for one in pictures if is_list else [pictures]:
-                extraction.picture(one)
+        images, videos = data.get("image"), data.get("video")
+        if images is not None:
+            is_list = isinstance(images, list | tuple)
+            for one in images if is_list else [images]:
+                extraction.image(one)
         for one in split_videos(videos) if videos is not None else ():
             extraction.video(one)
         return tuple(extraction.media)
 
     def of_messages(self, messages: list[Any]) -> tuple[list[Any], tuple[Media, ...]]:
-        """Return the conversation with each picture or video part replaced by a marker such as
-        `{"type": "image"}`, and the pictures and videos in order of appearance."""
+        """Return the conversation with each image or video part replaced by a marker such as
+        `{"type": "image"}`, and the images and videos in order of appearance."""
         extraction = _Extraction(self, {})
         bare = [_without_media(message, extraction) for message in messages]
         return bare, tuple(extraction.media)
@@ -80,13 +80,12 @@ class MediaExtractor:
 
         `count` is the number of items of this kind in the request so far, including the next one.
         """
-        name = _NAME_OF_KIND[kind]
         if self._rules is None:
-            raise InvalidRequest(f"the model does not support {name}s; give only text")
+            raise InvalidRequest(f"the model does not support {kind}s; give only text")
         limit = self._limits.get(kind)
         if limit is not None and count > limit:
             raise InvalidRequest(
-                f"the request has at least {count} {name}s, but at most {limit} are allowed "
+                f"the request has at least {count} {kind}s, but at most {limit} are allowed "
                 "(limit_mm_per_prompt)"
             )
         if kind == "video" and not self._has_tokenizer:
@@ -97,46 +96,46 @@ class MediaExtractor:
         return self._rules
 
     def check_total(self, count: int) -> None:
-        """Raise `InvalidRequest` if the encoder cache cannot hold `count` pictures and videos at
+        """Raise `InvalidRequest` if the encoder cache cannot hold `count` images and videos at
         once."""
         if count > self._max_items:
             raise InvalidRequest(
-                f"the request has more than {self._max_items} pictures and videos, which is "
+                f"the request has more than {self._max_items} images and videos, which is "
                 "the most that the encoder cache can hold; send fewer, or raise "
                 "encoder_cache_tokens"
             )
 
 
 class _Extraction:
-    """The pictures and videos extracted from one request so far."""
+    """The images and videos extracted from one request so far."""
 
     def __init__(self, extractor: MediaExtractor, kwargs: Mapping[str, Any]) -> None:
         self.media: list[Media] = []
         self._extractor, self._kwargs = extractor, kwargs
-        self._counts = dict.fromkeys(_NAME_OF_KIND, 0)
+        self._counts = dict.fromkeys(_KINDS, 0)
 
-    def picture(self, given: Any, detail: Any = "auto") -> None:
-        """Add a picture. A `Media`, which an HTTP front end on Ray has already read, is added
+    def image(self, given: Any, detail: Any = "auto") -> None:
+        """Add an image. A `Media`, which an HTTP front end on Ray has already read, is added
         unchanged."""
         rules, number = self._next("image")
         if isinstance(given, Media):
             self.media.append(given)
             return
         try:
-            self.media.append(rules.read_picture(given, rules.area(self._kwargs, detail)))
+            self.media.append(rules.read_image(given, rules.area(self._kwargs, detail)))
         except InvalidRequest as error:
-            raise InvalidRequest(f"picture {number}: {error}") from None
+            raise InvalidRequest(f"image {number}: {error}") from None
 
-    def picture_url(self, url: Mapping[str, Any], detail: Any) -> None:
-        """Add a picture from an `image_url` object as defined by OpenAI. Only `data:` URLs are
+    def image_url(self, url: Mapping[str, Any], detail: Any) -> None:
+        """Add an image from an `image_url` object as defined by OpenAI. Only `data:` URLs are
         allowed."""
         given = url.get("url")
         if not isinstance(given, str) or not given.startswith("data:"):
             raise InvalidRequest(
-                f"picture {self._counts['image'] + 1}: image_url must be a data: URL; give a "
+                f"image {self._counts['image'] + 1}: image_url must be a data: URL; give a "
                 "file as {'type': 'image', 'image': path}"
             )
-        self.picture(given, url.get("detail") or detail)
+        self.image(given, url.get("detail") or detail)
 
     def video(self, given: Any) -> None:
         """Add a video. A `Media`, which an HTTP front end on Ray has already read, is added
@@ -158,8 +157,8 @@ class _Extraction:
 
 
 def needs_opening(prompt: Any) -> bool:
-    """Return True if extracting the prompt's pictures and videos would read files or decode
-    pictures with Pillow."""
+    """Return True if extracting the prompt's images and videos would read files or decode
+    images with Pillow."""
     if isinstance(prompt, Mapping):
         data = prompt.get("multi_modal_data")
         return isinstance(data, Mapping) and any(map(_needs_opening, data.values()))
@@ -188,7 +187,7 @@ def _needs_opening(given: Any) -> bool:
 def snapshot(value: Any) -> Any:
     """Return a copy of a prompt that is unaffected by later changes to the original.
 
-    Files, and pictures opened with Pillow, are not copied. Raises `InvalidRequest` if the prompt is
+    Files, and images opened with Pillow, are not copied. Raises `InvalidRequest` if the prompt is
     nested too deeply.
     """
     try:
@@ -233,9 +232,9 @@ def _without_media_part(part: Any, extraction: _Extraction) -> Any:
         return part
     given, detail = part.get(kind), part.get("detail") or "auto"
     if isinstance(given, Mapping):
-        extraction.picture_url(given, detail)
+        extraction.image_url(given, detail)
     else:
-        extraction.picture(given, detail)
+        extraction.image(given, detail)
     return {"type": "image"}
 
 

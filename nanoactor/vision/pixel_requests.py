@@ -1,4 +1,4 @@
-"""Requests for the pixels of pictures and videos, and the pixels on their way to the runners."""
+"""Requests for the pixels of images and videos, and the pixels on their way to the runners."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nanoactor.vision.media import PIECE_BYTES
 
 class PixelRequests:
     """The scheduler's requests for pixels that have not been answered completely, and the items
-    (pictures and videos) whose bytes they wait for. Used by the vision worker actor."""
+    (images and videos) whose bytes they wait for. Used by the vision worker actor."""
 
     def __init__(self) -> None:
         self._requests: dict[int, WantPixels] = {}
@@ -69,7 +69,7 @@ class PixelRequests:
 
 
 class PixelQueue:
-    """Decoded pixels that are sent to the runners in pieces, one item (a picture or video) after
+    """Decoded pixels that are sent to the runners in pieces, one item (an image or video) after
     the other. Used by the vision worker actor."""
 
     def __init__(self) -> None:

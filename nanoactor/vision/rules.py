@@ -1,4 +1,4 @@
-"""Validation of the pictures and videos that users pass to the engine."""
+"""Validation of the images and videos that users pass to the engine."""
 
 from __future__ import annotations
 
@@ -22,33 +22,33 @@ from nanoactor.vision.media import Media
 from nanoactor.vision.video import Video, frame_times
 
 MAX_BYTES = 64 << 20
-"""Maximum size in bytes of an encoded picture."""
+"""Maximum size in bytes of an encoded image."""
 MAX_VIDEO_BYTES = 256 << 20
 """Maximum total size in bytes of a video's frames before decoding."""
 LOW_DETAIL = 512 * 512
-"""Maximum area in pixels, after resizing, of a picture with OpenAI's detail "low"."""
+"""Maximum area in pixels, after resizing, of an image with OpenAI's detail "low"."""
 _MAX_AREA = 1 << 40
 _CHANNELS = {"RGB": 3, "RGBA": 4, "L": 1}
 _MODES = {channels: mode for mode, channels in _CHANNELS.items()}
 _NESTED_KWARGS = ("images_kwargs", "videos_kwargs")
 _PILLOW_LOCK = threading.Lock()
-"""Serializes decoding of pictures that the user opened with Pillow. Pillow decodes lazily, and one
-picture may be part of several requests at a time."""
+"""Serializes decoding of images that the user opened with Pillow. Pillow decodes lazily, and one
+image may be part of several requests at a time."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MediaRules:
-    """Rules for the pictures and videos in requests. Every method raises `InvalidRequest` if a rule
+    """Rules for the images and videos in requests. Every method raises `InvalidRequest` if a rule
     is violated."""
 
     images: ImageConfig
     max_pixels: int
-    """Maximum number of pixels of a picture, or of a frame, before resizing."""
+    """Maximum number of pixels of an image, or of a frame, before resizing."""
     videos: VideoConfig | None = None
     """Video configuration; None if the model does not support videos."""
 
     def area(self, kwargs: Mapping[str, Any], detail: str = "auto") -> tuple[int, int]:
-        """Return the minimum and maximum area in pixels of a picture after resizing.
+        """Return the minimum and maximum area in pixels of an image after resizing.
 
         `kwargs` is the request's `mm_processor_kwargs`, with min_pixels and max_pixels, or with
         size, which contains shortest_edge and longest_edge. `detail` is "auto", "low" or "high", as
@@ -77,8 +77,8 @@ class MediaRules:
             )
         return self.videos
 
-    def read_picture(self, given: Any, area: tuple[int, int]) -> Media:
-        """Return a picture passed in any supported form.
+    def read_image(self, given: Any, area: tuple[int, int]) -> Media:
+        """Return an image passed in any supported form.
 
         The forms are encoded bytes, a path, a data: URL, a Pillow image, and a uint8 array of shape
         (height, width) or (height, width, channels) with 1, 3 or 4 channels. `area` is its minimum
@@ -96,16 +96,16 @@ class MediaRules:
         if pillow is not None and isinstance(given, pillow.Image):
             return self._pillow(given, area)
         raise InvalidRequest(
-            "a picture must be given as encoded bytes, a path, a data: URL, a PIL image or a "
+            "an image must be given as encoded bytes, a path, a data: URL, a PIL image or a "
             f"uint8 array, got {type(given).__name__}"
         )
 
     def _file(self, data: bytes, area: tuple[int, int]) -> Media:
         if not data:
-            raise InvalidRequest("the picture is empty (0 bytes)")
+            raise InvalidRequest("the image is empty (0 bytes)")
         if len(data) > MAX_BYTES:
             raise InvalidRequest(
-                f"the picture has {len(data)} bytes, but at most {MAX_BYTES} are allowed"
+                f"the image has {len(data)} bytes, but at most {MAX_BYTES} are allowed"
             )
         return Media("", (), area, data)
 
@@ -114,7 +114,7 @@ class MediaRules:
             array = array[:, :, None]
         if array.dtype != np.uint8 or array.ndim != 3 or array.shape[2] not in _MODES:
             raise InvalidRequest(
-                "a picture array must have the dtype uint8 and the shape (height, width) or "
+                "an image array must have the dtype uint8 and the shape (height, width) or "
                 f"(height, width, channels) with 1, 3 or 4 channels, got {array.dtype} "
                 f"{array.shape}"
             )
@@ -123,7 +123,7 @@ class MediaRules:
         return Media(_MODES[channels], (height, width), area, array.tobytes())
 
     def _pillow(self, image: Any, area: tuple[int, int]) -> Media:
-        from nanoactor.vision.pictures import upright
+        from nanoactor.vision.image_io import upright
 
         self._check_size(image.height, image.width)
         try:
@@ -133,13 +133,13 @@ class MediaRules:
         except InvalidRequest:
             raise
         except Exception as error:  # Pillow decodes it only now, and may raise anything
-            raise InvalidRequest(f"the picture cannot be decoded: {error!r:.200}") from error
+            raise InvalidRequest(f"the image cannot be decoded: {error!r:.200}") from error
         return Media("RGB", (found.height, found.width), area, data)
 
     def _check_size(self, height: int, width: int) -> None:
         if not 0 < height * width <= self.max_pixels:
             raise InvalidRequest(
-                f"the picture has {width} x {height} pixels, but must have at least one and at "
+                f"the image has {width} x {height} pixels, but must have at least one and at "
                 f"most {self.max_pixels} (max_image_pixels)"
             )
 
@@ -147,7 +147,7 @@ class MediaRules:
         """Return a video passed in any supported form: a `Video`, its frames alone, or (frames,
         metadata) as in vLLM.
 
-        Each frame may have any form that a picture may have. An array of frames has the shape
+        Each frame may have any form that an image may have. An array of frames has the shape
         (frames, height, width, channels). `area` is the minimum and maximum total area after
         resizing.
         """
@@ -189,13 +189,13 @@ class MediaRules:
 
     def _frame(self, number: int, given: Any, area: tuple[int, int]) -> Media:
         try:
-            return self.read_picture(given, area)
+            return self.read_image(given, area)
         except InvalidRequest as error:
             raise InvalidRequest(f"frame {number}: {error}") from None
 
 
 def _kwargs_of(kwargs: Mapping[str, Any], kind: str) -> Mapping[str, Any]:
-    """Return the arguments for pictures or for videos: those at the top level, overridden by those
+    """Return the arguments for images or for videos: those at the top level, overridden by those
     nested under `kind` ("images_kwargs" or "videos_kwargs"), as in transformers."""
     found = {key: value for key, value in kwargs.items() if key not in _NESTED_KWARGS}
     nested = kwargs.get(kind)
@@ -254,11 +254,11 @@ def _read_file(path: Path) -> bytes:
             data = file.read(MAX_BYTES + 1)
         if len(data) > MAX_BYTES:
             raise InvalidRequest(
-                f"{path} is too large for a picture: it has more than {MAX_BYTES} bytes"
+                f"{path} is too large for an image: it has more than {MAX_BYTES} bytes"
             )
         return data
     except (OSError, ValueError) as error:
-        raise InvalidRequest(f"the picture cannot be read: {error}") from None
+        raise InvalidRequest(f"the image cannot be read: {error}") from None
 
 
 def decode_data_url(url: str) -> bytes:
@@ -271,7 +271,7 @@ def decode_data_url(url: str) -> bytes:
             f"{url[:40]!r}"
         )
     if len(body) > MAX_BYTES * 4 // 3 + 4:
-        raise InvalidRequest(f"the picture is too large: it has more than {MAX_BYTES} bytes")
+        raise InvalidRequest(f"the image is too large: it has more than {MAX_BYTES} bytes")
     try:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:

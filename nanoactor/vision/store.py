@@ -1,4 +1,4 @@
-"""A cache of the undecoded pictures and videos of requests."""
+"""A cache of the undecoded images and videos of requests."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from nanoactor.vision.media import Media
 
 
 class MediaStore:
-    """LRU cache of pictures and videos by key. Their total size is limited to `limit` bytes."""
+    """LRU cache of images and videos by key. Their total size is limited to `limit` bytes."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -16,7 +16,7 @@ class MediaStore:
         self.nbytes = 0
 
     def get(self, key: bytes) -> Media | None:
-        """Return the picture or video with this key and mark it as recently used; None if it is not
+        """Return the image or video with this key and mark it as recently used; None if it is not
         cached."""
         media = self._entries.get(key)
         if media is not None:
@@ -24,7 +24,7 @@ class MediaStore:
         return media
 
     def add(self, key: bytes, media: Media) -> None:
-        """Add a picture or video, then evict the least recently used ones until the limit is
+        """Add an image or video, then evict the least recently used ones until the limit is
         met."""
         if self.get(key) is None:
             self._entries[key] = media

@@ -1,7 +1,7 @@
-"""Limits on the number of parts in a picture's file, checked before Pillow reads the file.
+"""Limits on the number of parts in an image's file, checked before Pillow reads the file.
 
 Pillow processes each part of a file in Python, and a few megabytes may contain a million parts.
-Ordinary pictures stay far below these limits.
+Ordinary images stay far below these limits.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def check_metadata(info: Mapping[Any, Any]) -> None:
 def _check_count(count: int, limit: int, what: str) -> None:
     if count > limit:
         raise InvalidRequest(
-            f"the picture has at least {count} {what}, but at most {limit} are allowed"
+            f"the image has at least {count} {what}, but at most {limit} are allowed"
         )
 
 

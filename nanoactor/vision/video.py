@@ -36,7 +36,7 @@ class Video:
     added."""
 
     frames: Any
-    """Sequence of pictures of the same size, or a uint8 array of shape (frames, height, width,
+    """Sequence of images of the same size, or a uint8 array of shape (frames, height, width,
     channels)."""
     times: Sequence[float] | None = None
     """Time of each frame in seconds; None if the times follow from `fps`."""
@@ -57,7 +57,7 @@ class Video:
         if isinstance(frames, list | tuple) or (isinstance(frames, np.ndarray) and frames.ndim > 2):
             return video
         raise InvalidRequest(
-            "a video must be a list of pictures, or a uint8 array of the shape (frames, "
+            "a video must be a list of images, or a uint8 array of the shape (frames, "
             f"height, width, channels), got {type(frames).__name__}; video files cannot be "
             "decoded"
         )

@@ -74,7 +74,7 @@ def test_what_only_a_tokenizer_can_do_or_refuse_is_left_to_it(files, changes):
     assert Admission(files, SALT, 16).direct(submit(**changes)) is None
 
 
-def test_placeholders_of_pictures_are_left_to_a_tokenizer_which_refuses_them():
+def test_placeholders_of_images_are_left_to_a_tokenizer_which_refuses_them():
     files = read_model_files(EngineConfig("demo-vl"))
     admission, vision = Admission(files, SALT, 16), files.config.vision
     assert admission.direct(submit([5, 6])) is not None

@@ -184,9 +184,9 @@ def test_a_prompt_may_be_cut(demo):
 
 
 @pytest.mark.parametrize("asked", [5, -1])
-def test_a_prompt_with_pictures_is_not_cut(demo, asked):
+def test_a_prompt_with_images_is_not_cut(demo, asked):
     params = SamplingParams(truncate_prompt_tokens=asked)
-    with pytest.raises(InvalidRequest, match=r"truncate_prompt_tokens .* pictures and videos"):
+    with pytest.raises(InvalidRequest, match=r"truncate_prompt_tokens .* images and videos"):
         builder(demo).build("x", params, media=(SimpleNamespace(times=()),))
 
 

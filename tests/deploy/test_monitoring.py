@@ -51,13 +51,17 @@ def fleet():
         state=SimpleNamespace(load=load, streams=0, hello=hello),
     )
     counts = SimpleNamespace(moved=0, requeued=0, lost=0, deaths=0, poisoned=0)
-    waiting = SimpleNamespace(waiting=0)
-    parts = {"replicas": {"a": replica}, "unconnected": [], "requests": {}, "counts": counts}
+    prefixes = SimpleNamespace(known_blocks=lambda name: 0)
     llm = SimpleNamespace(
-        fleet=SimpleNamespace(**parts, dispatch=waiting, trials=waiting),
-        prefixes=SimpleNamespace(known_blocks=lambda name: 0),
+        fleet=SimpleNamespace(
+            replicas={"a": replica},
+            links=SimpleNamespace(unconnected=[]),
+            queue=SimpleNamespace(waiting=0),
+            requests={},
+            counts=counts,
+            router=SimpleNamespace(prefixes=prefixes),
+        )
     )
-    llm.fleet.prefixes = llm.prefixes
     metrics = Metrics("demo")
     metrics.engine_metrics = FleetMonitor(llm).collect
     return metrics

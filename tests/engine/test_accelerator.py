@@ -40,7 +40,7 @@ from tests.engine.harness import (
     rank_config,
 )
 from tests.engine.test_matrix import MATRIX, covering, loads, run
-from tests.engine.test_vision import END, IMAGE, START, Eyes, check_all, picture, run_all
+from tests.engine.test_vision import END, IMAGE, START, Eyes, check_all, image, run_all
 from tests.models.batches import attention_batch
 from tests.models.checkpoints import CONFIGURATIONS, make_checkpoint
 from tests.models.interpreted import InterpretedDevice
@@ -193,11 +193,11 @@ def test_the_executor_gives_the_cpus_tokens(interpreted, monkeypatch, tmp_path, 
 
 @pytest.mark.long
 @pytest.mark.timeout(300)
-def test_steps_whose_prompts_have_pictures_are_captured_too(interpreted, tmp_path):
+def test_steps_whose_prompts_have_images_are_captured_too(interpreted, tmp_path):
     """Padded like those of text; text alongside them comes out the same, and what follows."""
     heads = dict(num_attention_heads=2, num_key_value_heads=1)
     eyes = Eyes(tmp_path, num_hidden_layers=3, **heads)
-    shown = picture(1, 20, 20)  # nine tokens: more than a step has
+    shown = image(1, 20, 20)  # nine tokens: more than a step has
     jobs = [
         ([5, START, IMAGE, END, 7], [shown]),
         ([1, 2, 3, 4], []),
@@ -235,7 +235,7 @@ class Launches(TorchDispatchMode):
 def test_a_decode_step_of_a_model_that_sees_launches_what_one_of_text_does(
     interpreted, monkeypatch, tmp_path
 ):
-    """The rotary positions behind pictures are one sum within the kernel that lays out rows."""
+    """The rotary positions behind images are one sum within the kernel that lays out rows."""
     kernels = []
     for name in ("advance", "fill_slot_mapping"):
         kernel = getattr(slots_kernels, name)

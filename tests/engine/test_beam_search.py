@@ -252,15 +252,15 @@ def test_what_cannot_be_searched_is_refused(checkpoint):
                 "must be a BeamSearchParams object, got SamplingParams", SamplingParams.for_model()
             )
             seen = {"prompt_token_ids": [1], "multi_modal_data": {"image": [b""]}}
-            await refused("pictures and videos", BeamSearchParams(2, 4), seen)
+            await refused("images and videos", BeamSearchParams(2, 4), seen)
             chat = [{"role": "user", "content": [{"type": "image_url", "image_url": "data:,"}]}]
-            await refused("pictures and videos", BeamSearchParams(2, 4), chat)
+            await refused("images and videos", BeamSearchParams(2, 4), chat)
             await refused("outside the vocabulary", BeamSearchParams(2, 4), ids([VOCABULARY]))
 
     asyncio.run(main())
 
 
-def test_no_beam_goes_on_with_what_stands_for_a_picture(tmp_path):
+def test_no_beam_goes_on_with_what_stands_for_a_image(tmp_path):
     """In the next step's prompt it would be refused; here all tokens are candidates."""
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     placed = dict(zip(names, range(36, 40), strict=True))

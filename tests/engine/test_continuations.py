@@ -131,14 +131,14 @@ async def test_every_cut(part, most):
 
 @pytest.mark.parametrize("most", [6, pytest.param(None, marks=pytest.mark.long)])
 @on_a_loop
-async def test_every_cut_of_answers_about_pictures(most):
-    pictures = [drawn("47"), drawn("8")]
+async def test_every_cut_of_answers_about_images(most):
+    images = [drawn("47"), drawn("8")]
     async with two_engines(DEMO_VL, max_model_len=512) as (one, two):
         place = one.files.config.vision.image_token_id
         by_ids = {"prompt_token_ids": [40, place, 41, place, 42]}
         prompts = [
-            conversation("read: ", *pictures),
-            by_ids | {"multi_modal_data": {"image": pictures}},
+            conversation("read: ", *images),
+            by_ids | {"multi_modal_data": {"image": images}},
         ]
         for seed, prompt in enumerate(prompts):
             params = SamplingParams.for_model(

@@ -239,7 +239,7 @@ def test_ranks_are_replaced_together_whoever_dies():
 
 
 def seeing():
-    """Conversations and prompts with pictures, which are sent and encoded again."""
+    """Conversations and prompts with images, which are sent and encoded again."""
     shown = [drawn(digits) for digits in ("472", "90", "1")]
     asked = [conversation("say: ", one) for one in shown]
     asked.append(conversation("and: ", *shown[:2]))
@@ -256,7 +256,7 @@ def seeing():
                      marks=pytest.mark.long),
     ],
 )  # fmt: skip
-def test_pictures_are_seen_again(names, pauses):
+def test_images_are_seen_again(names, pauses):
     async def main():
         changes = dict(dtype="float32", threads=1, num_kv_blocks=200)
         async with AsyncLLM("demo-vl", **options(**changes)) as llm:

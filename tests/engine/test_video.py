@@ -1,4 +1,4 @@
-"""Engines see videos: greedy tokens equal transformers', among pictures and text in every order."""
+"""Engines see videos: greedy tokens equal transformers', among images and text in every order."""
 
 import asyncio
 import io
@@ -59,11 +59,11 @@ class Viewer(Reference):
         pairs = torch.stack((rows[::2, :, :, 0], rows[1::2, :, :, 0]), dim=3)
         return pairs.flatten(0, 1).flatten(1), [len(rows) // 2, height, width]
 
-    def see(self, prompt, output, pictures, videos):
-        """As `check`, of a prompt in which the tokens of pictures and videos stand already."""
+    def see(self, prompt, output, images, videos):
+        """As `check`, of a prompt in which the tokens of images and videos stand already."""
         given = {}
-        if pictures:
-            pixels = self.processor([Image.fromarray(p) for p in pictures], return_tensors="pt")
+        if images:
+            pixels = self.processor([Image.fromarray(p) for p in images], return_tensors="pt")
             given |= pixels
         if videos:
             patches, grids = zip(*map(self.frames, videos), strict=True)
@@ -93,24 +93,24 @@ def shown(seed, *shape):
 
 
 def jobs_of(seed, count):
-    """(text, pictures, videos); frames have a size to which nothing is resized."""
+    """(text, images, videos); frames have a size to which nothing is resized."""
     rng = random.Random(seed)
     jobs = []
     for number in range(count):
         kinds = [rng.choice(["image", "video"]) for _ in range(rng.randrange(1, 4))]
         text = "".join("ab"[: rng.randrange(3)] + PLACE.format(kind) for kind in kinds) + "xyz"
-        pictures = [shown(rng.randrange(5), 16, 24) for kind in kinds if kind == "image"]
+        images = [shown(rng.randrange(5), 16, 24) for kind in kinds if kind == "image"]
         videos = [
             shown(rng.randrange(5), rng.randrange(2, 6), 16, 8 * rng.randrange(2, 4))
             for kind in kinds
             if kind == "video"
         ]
-        jobs.append((text[: -(number % 3) or None], pictures, videos))
+        jobs.append((text[: -(number % 3) or None], images, videos))
     return jobs
 
 
-def request(text, pictures, videos):
-    data = {"image": pictures, "video": [Video(frames, fps=2) for frames in videos]}
+def request(text, images, videos):
+    data = {"image": images, "video": [Video(frames, fps=2) for frames in videos]}
     return {"prompt": text, "multi_modal_data": data}
 
 
@@ -127,11 +127,11 @@ def test_tokens_equal_transformers_in_every_order_and_chunk(viewer, seqs, budget
         async with engine(viewer.directory, **changes) as llm:
             return await asyncio.gather(*(collect(llm, request(*j), greedy(5)) for j in jobs))
 
-    for (_, pictures, videos), output in zip(jobs, asyncio.run(main()), strict=True):
+    for (_, images, videos), output in zip(jobs, asyncio.run(main()), strict=True):
         assert output.prompt_token_ids.count(layout.VIDEO) == sum(
             (len(video) + 1) // 2 * 2 * (video.shape[2] // 8) for video in videos
         )
-        viewer.see(output.prompt_token_ids, output.outputs[0].token_ids, pictures, videos)
+        viewer.see(output.prompt_token_ids, output.outputs[0].token_ids, images, videos)
     viewer.conclude()
 
 

@@ -27,7 +27,7 @@ SIDE = 8
 
 
 class Eyes(Reference):
-    """transformers' model and processor, and pictures."""
+    """transformers' model and processor, and images."""
 
     def __init__(self, directory, **config):
         super().__init__(make_checkpoint(directory, family="Qwen3VL", **config))
@@ -38,13 +38,13 @@ class Eyes(Reference):
         self.directory = directory
         self.processor = Qwen2VLImageProcessorPil.from_pretrained(directory)
 
-    def see(self, prompt, output, pictures):
-        """As `check`, of a prompt in which each picture's tokens stand already."""
-        pixels = self.processor([Image.fromarray(p) for p in pictures], return_tensors="pt")
+    def see(self, prompt, output, images):
+        """As `check`, of a prompt in which each image's tokens stand already."""
+        pixels = self.processor([Image.fromarray(p) for p in images], return_tensors="pt")
         tokens = torch.tensor([[*prompt, *output]])
         whole = self.model
 
-        def with_pictures(given):
+        def with_images(given):
             assert torch.equal(given, tokens)
             return whole(
                 given,
@@ -53,19 +53,19 @@ class Eyes(Reference):
                 image_grid_thw=pixels["image_grid_thw"],
             )
 
-        self.model = with_pictures
+        self.model = with_images
         try:
             self.check(prompt, output)
         finally:
             self.model = whole
 
 
-def picture(seed, height, width):
+def image(seed, height, width):
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8)
 
 
 def prompt_of(rng, count, text=6):
-    """Ids with a placeholder for each of so many pictures."""
+    """Ids with a placeholder for each of so many images."""
     made = []
     for _ in range(count):
         made += [rng.randrange(200) for _ in range(rng.randrange(text))]
@@ -73,22 +73,22 @@ def prompt_of(rng, count, text=6):
     return [*made, *(rng.randrange(200) for _ in range(1 + rng.randrange(text)))]
 
 
-def request(tokens, pictures):
-    return {**ids(tokens), "multi_modal_data": {"image": list(pictures)}}
+def request(tokens, images):
+    return {**ids(tokens), "multi_modal_data": {"image": list(images)}}
 
 
 def jobs_of(seed, count, most=3):
-    """(tokens, pictures), some of which share pictures and beginnings, and some have none."""
+    """(tokens, images), some of which share images and beginnings, and some have none."""
     rng = random.Random(seed)
-    pool = [picture(n, rng.randrange(4, 60), rng.randrange(4, 60)) for n in range(6)]
+    pool = [image(n, rng.randrange(4, 60), rng.randrange(4, 60)) for n in range(6)]
     jobs = []
     for number in range(count):
         if number % 3 == 2:  # another end behind the same beginning
-            tokens, pictures = jobs[rng.randrange(len(jobs))]
-            jobs.append(([*tokens, rng.randrange(200), number], pictures))
+            tokens, images = jobs[rng.randrange(len(jobs))]
+            jobs.append(([*tokens, rng.randrange(200), number], images))
             continue
-        pictures = [rng.choice(pool) for _ in range(rng.randrange(most + 1))]
-        jobs.append((prompt_of(rng, len(pictures)), pictures))
+        images = [rng.choice(pool) for _ in range(rng.randrange(most + 1))]
+        jobs.append((prompt_of(rng, len(images)), images))
     return jobs
 
 
@@ -97,11 +97,11 @@ async def run_all(llm, jobs, tokens):
 
 
 def check_all(eyes, jobs, outputs, tokens):
-    for (_, pictures), output in zip(jobs, outputs, strict=True):
+    for (_, images), output in zip(jobs, outputs, strict=True):
         assert len(output.outputs[0].token_ids) == tokens
-        assert output.prompt_token_ids.count(START) == len(pictures)
-        if pictures:
-            eyes.see(output.prompt_token_ids, output.outputs[0].token_ids, pictures)
+        assert output.prompt_token_ids.count(START) == len(images)
+        if images:
+            eyes.see(output.prompt_token_ids, output.outputs[0].token_ids, images)
         else:
             eyes.check(output.prompt_token_ids, output.outputs[0].token_ids)
     eyes.conclude()
@@ -112,7 +112,7 @@ def eyes(tmp_path_factory):
     return Eyes(tmp_path_factory.mktemp("eyes"), num_hidden_layers=4)
 
 
-# (sequences at once, tokens a step, depth): with 1 and 3 tokens a step every picture is encoded in
+# (sequences at once, tokens a step, depth): with 1 and 3 tokens a step every image is encoded in
 # parts, and every chunk ends in one.
 SHAPES = [(1, 1, 1), (3, 3, 2), (6, 17, 3), (8, 64, 2)]
 
@@ -141,7 +141,7 @@ def test_every_tower_in_processes_of_its_own(tmp_path, tower):
 
 
 def test_sequences_preempted_at_any_step_see_the_same_when_they_come_back(eyes):
-    """Few blocks and few pages: sequences give up pictures that are half read, and encoded ones are
+    """Few blocks and few pages: sequences give up images that are half read, and encoded ones are
     evicted, again and again."""
     jobs = jobs_of(3, 20, most=2)
 
@@ -171,19 +171,19 @@ def test_ranks_see_as_one(eyes, ranks):
 
 
 @pytest.mark.parametrize("cut", range(0, 22, 3))
-def test_a_prefix_hit_may_end_before_in_and_after_a_picture(eyes, cut):
-    """The other prompt leaves the first one before, in the middle of, or behind its picture."""
-    seen = picture(1, 4 * SIDE, 4 * SIDE)
+def test_a_prefix_hit_may_end_before_in_and_after_a_image(eyes, cut):
+    """The other prompt leaves the first one before, in the middle of, or behind its image."""
+    seen = image(1, 4 * SIDE, 4 * SIDE)
     first = [1, 2, 3, START, IMAGE, END, 7, 8, 9]
     whole = [1, 2, 3, START, *[IMAGE] * 16, END, 7, 8, 9]
     other = [1, 2, 3, 99, START, IMAGE, END, 5] if cut < 4 else [*first[:6], 5][: cut + 9]
-    if 4 <= cut < 20:  # as long as the first up to here, and another picture of the same size
+    if 4 <= cut < 20:  # as long as the first up to here, and another image of the same size
         other = first
 
     async def main():
         async with engine(eyes.directory, placement="single", block_size=BLOCK) as llm:
             before = await collect(llm, request(first, [seen]), greedy(3))
-            shown = seen if cut < 4 or cut >= 20 else picture(2, 4 * SIDE, 4 * SIDE)
+            shown = seen if cut < 4 or cut >= 20 else image(2, 4 * SIDE, 4 * SIDE)
             return before, shown, await collect(llm, request(other, [shown]), greedy(3))
 
     before, shown, after = asyncio.run(main())
@@ -196,13 +196,13 @@ def test_a_prefix_hit_may_end_before_in_and_after_a_picture(eyes, cut):
             zip(before.prompt_token_ids, after.prompt_token_ids, strict=False),
         )
     )
-    shared = same if shown is seen else 4  # the first block has nothing of the picture
+    shared = same if shown is seen else 4  # the first block has nothing of the image
     most = min(shared, len(after.prompt_token_ids) - 1)
     assert after.num_cached_tokens == most // BLOCK * BLOCK
 
 
-def test_a_picture_in_many_requests_is_decoded_and_encoded_once(eyes):
-    seen = picture(3, 6 * SIDE, 6 * SIDE)
+def test_a_image_in_many_requests_is_decoded_and_encoded_once(eyes):
+    seen = image(3, 6 * SIDE, 6 * SIDE)
     jobs = [([n, START, IMAGE, END, n], [seen]) for n in range(8)]
 
     async def main():
@@ -217,7 +217,7 @@ def test_a_picture_in_many_requests_is_decoded_and_encoded_once(eyes):
         assert figures["vision.0"]["actor"]["decoded"] == 1
         assert figures["scheduler"]["actor"]["items_encoded"] == 1
     assert first["blocks"]["actor"]["encoder_hits"] == 7
-    # The second turn computes nothing of the first, so it asks for nothing of the picture.
+    # The second turn computes nothing of the first, so it asks for nothing of the image.
     assert turn.num_cached_tokens == 40
     assert second["blocks"]["actor"]["encoder_hits"] == 7
 
@@ -225,7 +225,7 @@ def test_a_picture_in_many_requests_is_decoded_and_encoded_once(eyes):
 @pytest.mark.parametrize(
     "parts", [3, pytest.param(20, marks=[pytest.mark.long, pytest.mark.timeout(600)])]
 )
-def test_pictures_leave_nothing_behind(eyes, parts):
+def test_images_leave_nothing_behind(eyes, parts):
     """Distinct ones, several at once: what is held is bounded. They are decoded at the lowest
     priority, which takes a long time on a busy machine."""
     each = 100 if parts > 3 else 30
@@ -237,8 +237,7 @@ def test_pictures_leave_nothing_behind(eyes, parts):
             sizes = []
             for part in range(parts):
                 jobs = [
-                    ([START, IMAGE, END, 1], [picture(1000 * part + n, 64, 64)])
-                    for n in range(each)
+                    ([START, IMAGE, END, 1], [image(1000 * part + n, 64, 64)]) for n in range(each)
                 ]
                 await run_all(llm, jobs, 1)
                 sizes.append(resident(vision))
@@ -247,7 +246,7 @@ def test_pictures_leave_nothing_behind(eyes, parts):
     sizes, figures = asyncio.run(main())
     assert figures["vision.0"]["actor"]["decoded"] == each * parts
     assert figures["runner.0"]["actor"]["pixels"] == 0
-    # Pictures of 12 KiB are kept undecoded; nothing else may stay.
+    # Images of 12 KiB are kept undecoded; nothing else may stay.
     kept = each * 64 * 64 * 3 * (parts - 2)
     assert sizes[-1] - sizes[1] < (12 << 20) + kept, sizes
 
@@ -257,8 +256,8 @@ def resident(pid):
         return next(int(line.split()[1]) << 10 for line in file if line.startswith("VmRSS"))
 
 
-def test_text_passes_pictures_that_are_being_decoded(eyes):
-    """Text that comes behind large pictures is done before the first of them is decoded."""
+def test_text_passes_images_that_are_being_decoded(eyes):
+    """Text that comes behind large images is done before the first of them is decoded."""
 
     async def main():
         changes = dict(device="simulated:1", dtype="auto", max_num_seqs=16)
@@ -269,17 +268,17 @@ def test_text_passes_pictures_that_are_being_decoded(eyes):
                 await collect(llm, prompt, greedy(2))
                 order.append(name)
 
-            large = [picture(n, 2000, 3000) for n in range(6)]
-            jobs = [run("picture", request([START, IMAGE, END, 1], [p])) for p in large]
+            large = [image(n, 2000, 3000) for n in range(6)]
+            jobs = [run("image", request([START, IMAGE, END, 1], [p])) for p in large]
             await asyncio.gather(*jobs, *(run("text", ids([1, 2, n])) for n in range(12)))
             return order
 
     order = asyncio.run(main())
-    assert order.count("picture") == 6
-    assert order.index("picture") >= 10, order
+    assert order.count("image") == 6
+    assert order.index("image") >= 10, order
 
 
-def test_pictures_are_opened_on_a_thread_and_seeds_come_in_the_order_of_requests(monkeypatch):
+def test_images_are_opened_on_a_thread_and_seeds_come_in_the_order_of_requests(monkeypatch):
     """Pillow decodes what it has opened when it is asked for pixels: on the user's loop everybody
     would wait for that."""
     threads = []
@@ -305,7 +304,7 @@ def test_pictures_are_opened_on_a_thread_and_seeds_come_in_the_order_of_requests
     assert asyncio.run(main()) == slow
 
 
-def test_a_request_may_be_aborted_while_its_pictures_are_opened(monkeypatch):
+def test_a_request_may_be_aborted_while_its_images_are_opened(monkeypatch):
     """And its name is taken from then on."""
     opened = threading.Event()
     take = RequestBuilder.extract_media
@@ -334,9 +333,9 @@ def test_a_request_may_be_aborted_while_its_pictures_are_opened(monkeypatch):
 
 
 def test_what_was_given_may_be_changed_at_once(eyes, tmp_path):
-    """Though pictures are opened later."""
-    path, shown = tmp_path / "x.png", picture(5, 24, 24)
-    path.write_bytes(encoded(Image.fromarray(picture(6, 24, 24))))
+    """Though images are opened later."""
+    path, shown = tmp_path / "x.png", image(5, 24, 24)
+    path.write_bytes(encoded(Image.fromarray(image(6, 24, 24))))
     expected = shown.copy()
     data = {"image": [shown, str(path)]}
     tokens = [START, IMAGE, END, 1, START, IMAGE, END]
@@ -351,7 +350,7 @@ def test_what_was_given_may_be_changed_at_once(eyes, tmp_path):
             return final
 
     output = asyncio.run(main())
-    seen = [expected, picture(6, 24, 24)]
+    seen = [expected, image(6, 24, 24)]
     eyes.see(output.prompt_token_ids, output.outputs[0].token_ids, seen)
 
 
@@ -364,7 +363,7 @@ def encoded(image, form="PNG"):
     return out.getvalue()
 
 
-WHOLE = encoded(Image.fromarray(picture(1, 40, 40)))
+WHOLE = encoded(Image.fromarray(image(1, 40, 40)))
 WRONG = [
     ([START, IMAGE, END], [], "1 image placeholders .* number of images given is 0"),
     ([1, 2], [WHOLE], "0 image placeholders .* number of images given is 1"),
@@ -372,35 +371,35 @@ WRONG = [
     (
         [IMAGE, 1],
         [b"nonsense"],
-        "picture 1 of 1: the picture .8 bytes. is not in a supported format",
+        "image 1 of 1: the image .8 bytes. is not in a supported format",
     ),
     ([IMAGE, IMAGE, 1], [WHOLE, WHOLE[:300]], "cannot be decoded"),
     ([IMAGE, 1], [np.zeros((4, 900, 3), np.uint8)], "too narrow"),
     (
         [IMAGE, 1],
         [np.zeros((4, 4, 2), np.uint8)],
-        "picture 1: a picture array must have the dtype uint8",
+        "image 1: an image array must have the dtype uint8",
     ),
-    ([IMAGE, 1], [b""], "picture 1: the picture is empty"),
-    ([IMAGE, 1], [17], "picture 1: a picture must be given as encoded bytes"),
-    ([IMAGE, 1], ["/nowhere/x.png"], "picture 1: the picture cannot be read"),
+    ([IMAGE, 1], [b""], "image 1: the image is empty"),
+    ([IMAGE, 1], [17], "image 1: an image must be given as encoded bytes"),
+    ([IMAGE, 1], ["/nowhere/x.png"], "image 1: the image cannot be read"),
     ([IMAGE, 1], ["data:text/plain,x"], 'must begin with "data:image'),
     ([IMAGE] * 5, [WHOLE] * 5, "at most 4 are allowed"),
     ([IMAGE, 1], [np.zeros((2000, 2000, 3), np.uint8)], "at least one and at most 1000000"),
-    ([IMAGE] * 4, [picture(9, 48, 48)] * 4, "the encoder cache, which holds 64"),
+    ([IMAGE] * 4, [image(9, 48, 48)] * 4, "the encoder cache, which holds 64"),
 ]
 
 
-def test_what_is_wrong_with_a_picture_is_told_and_harms_nobody(eyes):
-    good = ([START, IMAGE, END, 5], [picture(4, 20, 20)])
+def test_what_is_wrong_with_a_image_is_told_and_harms_nobody(eyes):
+    good = ([START, IMAGE, END, 5], [image(4, 20, 20)])
 
     async def main():
         changes = dict(max_image_pixels=1_000_000, limit_mm_per_prompt={"image": 4})
         changes |= dict(encoder_cache_tokens=64)
         async with engine(eyes.directory, **changes) as llm:
             others = asyncio.ensure_future(run_all(llm, [good] * 3, 20))
-            for tokens, pictures, message in WRONG:
-                given = request(tokens, pictures) if pictures else ids(tokens)
+            for tokens, images, message in WRONG:
+                given = request(tokens, images) if images else ids(tokens)
                 with pytest.raises(InvalidRequest, match=message):
                     await collect(llm, given, greedy(2))
             return await others
@@ -410,9 +409,9 @@ def test_what_is_wrong_with_a_picture_is_told_and_harms_nobody(eyes):
         eyes.see(output.prompt_token_ids, output.outputs[0].token_ids, good[1])
 
 
-def test_the_bytes_of_pictures_that_wait_are_bounded(eyes):
+def test_the_bytes_of_images_that_wait_are_bounded(eyes):
     """The journal keeps them: a queue of 10,000 requests might hold terabytes."""
-    shown = picture(2, 40, 40)
+    shown = image(2, 40, 40)
 
     async def main():
         changes = dict(device="simulated:20", dtype="auto", max_num_seqs=1)
@@ -420,7 +419,7 @@ def test_the_bytes_of_pictures_that_wait_are_bounded(eyes):
             jobs = [([n, START, IMAGE, END], [shown]) for n in range(6)]  # 4,800 bytes each
             requests = (collect(llm, request(*job), greedy(3)) for job in jobs)
             found = await asyncio.gather(*requests, return_exceptions=True)
-            (alone,) = await run_all(llm, [([START, IMAGE, END], [picture(3, 80, 80)])], 2)
+            (alone,) = await run_all(llm, [([START, IMAGE, END], [image(3, 80, 80)])], 2)
             return found, alone, await llm.statistics()
 
     found, alone, figures = asyncio.run(main())
@@ -435,30 +434,30 @@ def test_the_bytes_of_pictures_that_wait_are_bounded(eyes):
 def test_a_model_that_is_blind_says_so():
     async def main():
         async with engine("demo", skip_tokenizer_init=False) as llm:
-            with pytest.raises(InvalidRequest, match="does not support pictures"):
+            with pytest.raises(InvalidRequest, match="does not support images"):
                 await collect(llm, request([1, 2], [WHOLE]), greedy(2))
 
     asyncio.run(main())
 
 
-def test_requests_with_pictures_may_be_given_up_at_any_time(eyes):
+def test_requests_with_images_may_be_given_up_at_any_time(eyes):
     """Before the header is read, while it is decoded, encoded and answered."""
 
     async def main():
         async with engine(eyes.directory, max_num_batched_tokens=32) as llm:
             for number in range(30):
-                shown = picture(number % 7, 900, 900) if number % 2 else picture(number, 30, 30)
+                shown = image(number % 7, 900, 900) if number % 2 else image(number, 30, 30)
                 stream = llm.generate(request([START, IMAGE, END, 1], [shown]), greedy(30))
                 task = asyncio.ensure_future(anext(stream))
                 await asyncio.sleep(0.003 * (number % 8))
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
                 await stream.aclose()
-            (output,) = await run_all(llm, [([START, IMAGE, END], [picture(1, 30, 30)])], 3)
+            (output,) = await run_all(llm, [([START, IMAGE, END], [image(1, 30, 30)])], 3)
             return output
 
     output = asyncio.run(main())
-    eyes.see(output.prompt_token_ids, output.outputs[0].token_ids, [picture(1, 30, 30)])
+    eyes.see(output.prompt_token_ids, output.outputs[0].token_ids, [image(1, 30, 30)])
 
 
 # -- the demo that sees -------------------------------------------------------------------
@@ -481,7 +480,7 @@ def conversation(question, *images):
 SIZES = [(32, 32), (500, 2000), (2000, 500), (20, 4000), (3990, 20), (1, 1), (333, 77)]
 
 
-def test_pictures_of_every_shape_are_seen_as_in_transformers():
+def test_images_of_every_shape_are_seen_as_in_transformers():
     """True patches, from one pixel to sides of 200 to 1, larger than a step."""
     import transformers
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -490,7 +489,7 @@ def test_pictures_of_every_shape_are_seen_as_in_transformers():
     kind = transformers.Qwen3VLForConditionalGeneration
     model = kind.from_pretrained(directory, dtype=torch.float32).eval()
     processor = Qwen2VLImageProcessorPil.from_pretrained(directory)
-    shown = [picture(number, *size) for number, size in enumerate(SIZES)]
+    shown = [image(number, *size) for number, size in enumerate(SIZES)]
     tokens = [259, 261, 260, *b"read: "]
     jobs = [(tokens, [one]) for one in shown]
 
@@ -563,9 +562,9 @@ def test_the_demo_reads_digits_on_a_gpu():
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_several_answers_see_the_same_pictures(eyes, workers):
+def test_several_answers_see_the_same_images(eyes, workers):
     """As many requests with the derived seeds would, also where an answer is preempted, and has to
-    have its pictures encoded again."""
+    have its images encoded again."""
     jobs = [job for job in jobs_of(11, 9, most=2) if job[1]][:5]
 
     def params(at, number=0, **more):

@@ -80,13 +80,13 @@ def test_a_form_is_filled_in():
     assert shown == repr(example["Character"](**found))
 
 
-def test_pictures_are_read(tmp_path):
+def test_images_are_read(tmp_path):
     drawn = tmp_path / "drawn.png"
     image = Image.new("RGB", (64, 48), "white")
     ImageDraw.Draw(image).text((12, 8), "42", fill="black", font=ImageFont.load_default(24))
     image.save(drawn)
     theirs = ROOT / "examples" / "three-digits.png"
-    said = run("pictures.py", drawn, theirs).splitlines()
+    said = run("images.py", drawn, theirs).splitlines()
     assert said == [f"{drawn}: 42", f"{theirs}: 079"]
 
 

@@ -45,7 +45,7 @@ async def test_every_kind_of_request():
 
 
 @on_a_loop
-async def test_pictures():
+async def test_images():
     async with fleet(2, model=DEMO_VL, max_model_len=512) as (llm, _, engines):
         asked = [
             (

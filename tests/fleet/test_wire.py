@@ -54,7 +54,7 @@ def test_max_tokens_that_nobody_wrote_stay_so():
     assert type(found.max_tokens) is type(SamplingParams().max_tokens)
 
 
-def test_pictures_and_log_probabilities():
+def test_images_and_log_probabilities():
     media = Media("RGB", (2, 3), (16, 64), bytes(range(18)), (), ())
     assert wire.bytes_to_media(wire.media_to_bytes(media)) == media
     given = [None, {5: Logprob.of(-0.25, 1, b"\xe2"), 7: Logprob.of(-2.0, 2, None)}]

@@ -1,4 +1,4 @@
-"""The cache of encoded pictures against a plain model: credits suffice, fences hold, the least
+"""The cache of encoded images against a plain model: credits suffice, fences hold, the least
 recently used goes first."""
 
 from collections import Counter
@@ -18,7 +18,7 @@ ROWS = {key: 1 + 5 * n % 17 for n, key in enumerate(KEYS)}
 
 
 def units(rows):
-    """A picture of so many rows."""
+    """An image of so many rows."""
     return EncodeUnits(1, rows, 1)
 
 

@@ -1,4 +1,4 @@
-"""What sequences hold of pictures: rows are named where they are encoded, and given back once."""
+"""What sequences hold of images: rows are named where they are encoded, and given back once."""
 
 import numpy as np
 import pytest
@@ -12,7 +12,7 @@ LIMITS = EncoderLimits(pages=4, page_rows=4, budget=6, depth=3)
 
 
 def items(*grids, at=1, key=0):
-    """Pictures one behind the other, from index `at` on."""
+    """Images one behind the other, from index `at` on."""
     spans = []
     for number, (_, height, width) in enumerate(grids):
         spans.append((number, 0, at))

@@ -20,14 +20,14 @@ def hashes_of(tokens, size):
     return found[1:]
 
 
-def left_by(sequences, size, pictures=()):
+def left_by(sequences, size, images=()):
     """A pool in which sequences have left their blocks, and the tokens of each of these."""
     pool = BlockPool(5 * 9)
     leftovers = Leftovers(pool, size)
     written = {}
     for number, tokens in enumerate(sequences):
         table = [pool.allocate() for _ in range(-(-len(tokens) // size))]
-        extras = {0: b"a picture"} if number in pictures else {}
+        extras = {0: b"an image"} if number in images else {}
         holding = Holding(number, hashes_of(tokens, size), table, extras=extras)
         leftovers.add(holding, np.array(tokens, np.int32))
         pool.release(table[::-1], 0)
@@ -73,8 +73,8 @@ def test_who_goes_on_first_finds_all_that_it_had(sequences, size, cut):
         assert count == len(told)
 
 
-def test_blocks_with_pictures_are_not_taken_over():
-    pool, leftovers, _ = left_by([[1, 2]], 4, pictures={0})
+def test_blocks_with_images_are_not_taken_over():
+    pool, leftovers, _ = left_by([[1, 2]], 4, images={0})
     assert follow(pool, leftovers, [1, 2, 0], 4) == ([], 0)
 
 

@@ -112,7 +112,7 @@ TOWERS = {
     "three_heads": dict(num_heads=3, hidden_size=60, num_position_embeddings=49),
     "other_patches": dict(patch_size=3, temporal_patch_size=1, spatial_merge_size=3),
 }
-# Ids of pictures and videos, and what stands around them: behind the 211 of other models, so that
+# Ids of images and videos, and what stands around them: behind the 211 of other models, so that
 # prompts drawn from those have none.
 VISION_IDS = dict(
     image_token_id=211, video_token_id=212, vision_start_token_id=213, vision_end_token_id=214
@@ -156,7 +156,7 @@ def make_checkpoint(
 
 
 def _save_image_config(directory, tower):
-    """Pictures of one token to a few dozen."""
+    """Images of one token to a few dozen."""
     side = tower.patch_size * tower.spatial_merge_size
     config = dict(
         size=dict(shortest_edge=side**2, longest_edge=40 * side**2),

@@ -27,7 +27,7 @@ class Sequence:
 
     tokens: torch.Tensor
     positions: torch.Tensor | None = None
-    """(3, tokens), where some are of pictures; ..."""
+    """(3, tokens), where some are of images; ..."""
     features: torch.Tensor | None = None
     """... what the tower has made of them, ..."""
     visual: torch.Tensor | None = None
@@ -91,7 +91,7 @@ class Driver:
         )
         places = torch.tensor(positions)
         if any(sequence.positions is not None for sequence, _ in rows):
-            places, visual = self.pictures(rows)
+            places, visual = self.images(rows)
             batch = dataclasses.replace(batch, visual=visual)
         with torch.inference_mode():
             inputs = ForwardInputs(torch.tensor(tokens), places, self.caches, batch)
@@ -125,8 +125,8 @@ class Driver:
                 assert torch.equal(now, then)
         assert not len(narrowed(ends[:0], lambda: pytest.fail("there is nothing to plan")))
 
-    def pictures(self, rows):
-        """Positions, and the features of those tokens of these rows that are of pictures."""
+    def images(self, rows):
+        """Positions, and the features of those tokens of these rows that are of images."""
         positions, first, tokens = [], 0, sum(count for _, count in rows)
         seen, features = torch.zeros(tokens, 1).bool(), torch.zeros(tokens, self.features)
         for sequence, count in rows:

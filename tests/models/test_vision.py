@@ -64,7 +64,7 @@ def rows(config, grids, seed=0):
     ],
     ids=str,
 )
-def test_pictures_and_videos_give_the_features_of_transformers(made, sizes):
+def test_images_and_videos_give_the_features_of_transformers(made, sizes):
     directory, model = made
     tower, config = open_tower(directory), read_config(directory).vision
     m = config.merge_size
@@ -93,7 +93,7 @@ def test_an_item_gives_the_same_alone_as_with_others(made):
 # -- positions ----------------------------------------------------------------------------
 
 
-def test_positions_of_a_picture_are_those_that_are_known():
+def test_positions_of_a_image_are_those_that_are_known():
     positions, delta = rope_positions(12, [VisualSpan(3, 2, 3)])
     assert positions.tolist() == [
         [0, 1, 2, 3, 3, 3, 3, 3, 3, 6, 7, 8],
@@ -111,7 +111,7 @@ def test_positions_of_a_picture_are_those_that_are_known():
     st.integers(0, 4),
 )
 def test_positions_are_those_of_transformers(items, tail):
-    """Text of some length, then a picture or a frame of a video, over and over, and text."""
+    """Text of some length, then an image or a frame of a video, over and over, and text."""
     model = small_model()
     kinds, spans, grids = [], [], {1: [], 2: []}
     for text, height, width, is_video in items:
@@ -120,9 +120,9 @@ def test_positions_are_those_of_transformers(items, tail):
         kinds += [1 + is_video] * (height * width)
         grids[1 + is_video].append((1, 2 * height, 2 * width))
     kinds += [0] * (tail + (not kinds))
-    pictures, videos = (torch.tensor(grids[k]) if grids[k] else None for k in (1, 2))
+    images, videos = (torch.tensor(grids[k]) if grids[k] else None for k in (1, 2))
     expected, delta = model.model.get_rope_index(
-        torch.zeros(1, len(kinds), dtype=torch.int64), torch.tensor([kinds]), pictures, videos
+        torch.zeros(1, len(kinds), dtype=torch.int64), torch.tensor([kinds]), images, videos
     )
     found, own_delta = rope_positions(len(kinds), spans)
     assert found.tolist() == expected[:, 0].tolist()
@@ -264,7 +264,7 @@ def image_config(**changes):
 
 
 @given(st.integers(1, 3000), st.integers(1, 3000), st.sampled_from([(4096, 16384), (64, 10**6)]))
-def test_pictures_are_resized_to_the_sizes_of_transformers(height, width, areas):
+def test_images_are_resized_to_the_sizes_of_transformers(height, width, areas):
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
     size = dict(shortest_edge=areas[0], longest_edge=areas[1])
@@ -279,7 +279,7 @@ def test_pictures_are_resized_to_the_sizes_of_transformers(height, width, areas)
 
 
 @pytest.mark.parametrize("size", [(64, 64), (64, 128), (200, 16), (72, 88)], ids=str)
-def test_patches_of_a_picture_are_those_of_transformers_bit_for_bit(size):
+def test_patches_of_a_image_are_those_of_transformers_bit_for_bit(size):
     height, width = image_config().fit(*size)
     pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
     theirs = processor()([pixels], return_tensors="pt", do_resize=False)
@@ -291,7 +291,7 @@ def test_patches_of_a_picture_are_those_of_transformers_bit_for_bit(size):
 
 
 def test_a_video_is_cut_into_pairs_of_frames_and_the_last_is_repeated():
-    """Each pair of frames has the rows of two pictures, one frame's from each."""
+    """Each pair of frames has the rows of two images, one frame's from each."""
     frames = torch.randint(0, 256, (5, 64, 72, 3), dtype=torch.uint8)
     maker = PatchMaker(vision_config(), image_config(), torch.device("cpu"))
     patches, grid = maker(frames)

@@ -1,4 +1,4 @@
-"""The decoder sees pictures as transformers does, wherever a prompt is cut, and next to others."""
+"""The decoder sees images as transformers does, wherever a prompt is cut, and next to others."""
 
 import random
 
@@ -16,9 +16,9 @@ from tests.models.test_decoder import Driver, Sequence, assert_close, random_tok
 IMAGE, VIDEO, START, END = VISION_IDS.values()
 # (kind, temporal patches, height and width in tokens), with a few tokens of text between them.
 ITEMS = {
-    "a_picture": [(IMAGE, 1, 2, 3)],
+    "a_image": [(IMAGE, 1, 2, 3)],
     "at_the_start_and_alone": [(IMAGE, 1, 4, 1)],
-    "two_pictures": [(IMAGE, 1, 1, 1), (IMAGE, 1, 3, 2)],
+    "two_images": [(IMAGE, 1, 1, 1), (IMAGE, 1, 3, 2)],
     "a_video": [(VIDEO, 3, 2, 2)],
     "mixed": [(VIDEO, 2, 1, 2), (IMAGE, 1, 3, 1), (VIDEO, 1, 2, 2), (IMAGE, 1, 1, 4)],
 }
@@ -109,10 +109,10 @@ def test_a_whole_prompt_gives_the_logits_of_transformers(eyes, items):
     assert_close(sequence.result(), expected)
 
 
-@pytest.mark.parametrize("items", ["two_pictures", "mixed"])
+@pytest.mark.parametrize("items", ["two_images", "mixed"])
 @pytest.mark.parametrize("chunk", [1, 2, 3, 5])
 def test_chunks_of_every_size_give_the_logits_of_transformers(eyes, items, chunk):
-    """Cut before, in and behind pictures; the last tokens are decoded behind the delta."""
+    """Cut before, in and behind images; the last tokens are decoded behind the delta."""
     sequence, expected = eyes.sequence(ITEMS[items], seed=chunk)
     driver = Driver(eyes.directory)
     while sequence.left > 2:
@@ -122,7 +122,7 @@ def test_chunks_of_every_size_give_the_logits_of_transformers(eyes, items, chunk
     assert_close(sequence.result(), expected)
 
 
-def test_a_step_of_pictures_text_and_decode_rows_gives_each_its_own(eyes):
+def test_a_step_of_images_text_and_decode_rows_gives_each_its_own(eyes):
     driver = Driver(eyes.directory)
     pairs = [eyes.sequence(ITEMS[name], seed) for seed, name in enumerate(ITEMS)]
     text = random_tokens(20, 9).clamp(max=200)
@@ -148,11 +148,11 @@ def test_text_is_the_same_bit_for_bit_with_and_without_three_positions(eyes):
     assert torch.equal(plain.result(), tripled.result())
 
 
-@pytest.mark.parametrize("broken", ["level", "sides", "pictures"])
+@pytest.mark.parametrize("broken", ["level", "sides", "images"])
 def test_such_faults_would_show(tmp_path, broken):
-    """Levels of no effect, height for width, one picture for the other: logits tell them all."""
+    """Levels of no effect, height for width, one image for the other: logits tell them all."""
     eyes = Eyes(tmp_path, "two_levels", "")
-    sequence, expected = eyes.sequence(ITEMS["two_pictures"])
+    sequence, expected = eyes.sequence(ITEMS["two_images"])
     size = eyes.config.out_hidden_size
     if broken == "level":
         sequence.features[:, size:] = 0

@@ -1,4 +1,4 @@
-"""Rung 0: pictures and videos on the NPU device, whose operators are the reference kernels."""
+"""Rung 0: images and videos on the NPU device, whose operators are the reference kernels."""
 
 import asyncio
 
@@ -19,7 +19,7 @@ def eyes(tmp_path_factory):
     return Eyes(tmp_path_factory.mktemp("eyes"), num_hidden_layers=4)
 
 
-# Every chunk ends in a picture, which is encoded in parts; or pictures, text and decode rows mix.
+# Every chunk ends in an image, which is encoded in parts; or images, text and decode rows mix.
 @pytest.mark.parametrize(
     ("layout", "mode", "budget"),
     [
@@ -67,8 +67,8 @@ def test_videos_too(tmp_path, monkeypatch):
 
     with relaxed():
         outputs = asyncio.run(main())
-    for (_, pictures, videos), output in zip(jobs, outputs, strict=True):
-        viewer.see(output.prompt_token_ids, output.outputs[0].token_ids, pictures, videos)
+    for (_, images, videos), output in zip(jobs, outputs, strict=True):
+        viewer.see(output.prompt_token_ids, output.outputs[0].token_ids, images, videos)
     viewer.conclude()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import nanoactor
 
 ROOT = Path(nanoactor.__file__).parent
-PICTURE = ROOT.parent / "examples" / "three-digits.png"
+IMAGE = ROOT.parent / "examples" / "three-digits.png"
 TOOLS = "{% if tools %}{{ '<|im_start|>system\n' + (tools | tojson) + '<|im_end|>\n' }}{% endif %}"
 TEXT = "ROMEO:\nBut soft, what light through yonder window breaks? "
 CHAT = [{"role": "user", "content": "Speak the speech, I pray you"}]
@@ -69,7 +69,7 @@ def kinds(seed, tokens):
 
 
 def _seen(seed):
-    data = base64.b64encode(PICTURE.read_bytes()).decode()
+    data = base64.b64encode(IMAGE.read_bytes()).decode()
     url = {"url": f"data:image/png;base64,{data}"}
     parts = [{"type": "text", "text": f"{seed}: "}, {"type": "image_url", "image_url": url}]
     return [{"role": "user", "content": parts}]

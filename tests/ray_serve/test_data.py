@@ -10,7 +10,7 @@ import pytest
 
 from nanoactor import EngineConfig, InvalidConfig, InvalidRequest, SamplingParams
 from nanoactor.ray_data import Columns, Generate, generate, plain, row_seeds
-from tests.ray_serve.requests import PICTURE
+from tests.ray_serve.requests import IMAGE
 
 pytestmark = [pytest.mark.deadly, pytest.mark.timeout(600)]
 OPTIONS = dict(
@@ -73,11 +73,11 @@ def test_every_form_of_a_row():
         assert "a" in json.loads(found["generated_text"][4])
 
 
-def test_pictures():
+def test_images():
     prompts = np.empty(1, object)
     prompts[:] = ["<|vision_start|><|image_pad|><|vision_end|>read: "]
     images = np.empty(1, object)
-    images[:] = [[PICTURE.read_bytes()]]
+    images[:] = [[IMAGE.read_bytes()]]
     params = SamplingParams(max_tokens=4, temperature=0)
     rows = {"prompt": prompts, "seen": images}
     found = of_engine(EngineConfig("demo-vl", **OPTIONS), rows, params, Columns(images="seen"))

@@ -1,4 +1,4 @@
-"""No picture takes more memory than what is reckoned with at the start."""
+"""No image takes more memory than what is reckoned with at the start."""
 
 import weakref
 
@@ -53,7 +53,7 @@ def peak_of(work):
 
 @pytest.fixture(scope="module", params=[16, 64], ids=["in parts", "at once"])
 def encoder(request, tmp_path_factory):
-    """Of which the largest pictures have 40 tokens."""
+    """Of which the largest images have 40 tokens."""
     directory = tmp_path_factory.mktemp("model")
     make_checkpoint(directory, family="Qwen3VL", num_hidden_layers=3)
     config = rank_config(
@@ -79,7 +79,7 @@ def encode(encoder, frames, height, width):
         encoder.run(EncodeTask(pixels, 7, first, count, places))
 
 
-def test_no_picture_takes_more_than_the_one_that_is_tried_at_the_start(encoder):
+def test_no_image_takes_more_than_the_one_that_is_tried_at_the_start(encoder):
     largest = encoder.max_rows(256)
     assert largest in (40, 64)  # a step may encode 64 rows of a video
     reckoned = peak_of(lambda: encoder.warm_up(largest))

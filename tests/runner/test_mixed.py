@@ -12,7 +12,7 @@ TOKENS = 8
 
 
 @given(st.lists(st.integers(0, TOKENS), min_size=1, max_size=5), st.integers(0, 1000))
-def test_pictures_in_captured_steps_are_those_of_the_step(counts, seed):
+def test_images_in_captured_steps_are_those_of_the_step(counts, seed):
     """Step by step into the same place, whatever the step before has left there."""
     rng = np.random.default_rng(seed)
     arrays = {"rows": ((TOKENS,), -1), "positions": ((3, TOKENS), 0)}

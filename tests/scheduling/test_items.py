@@ -13,7 +13,7 @@ from nanoactor.messages.vision import (
     ItemsReady,
     WantPixels,
 )
-from nanoactor.scheduling.features.items import Pictures
+from nanoactor.scheduling.features.items import Images
 from nanoactor.scheduling.sequences.item_state import SequenceItems
 from nanoactor.scheduling.sequences.sequence import Phase
 
@@ -21,7 +21,7 @@ LIMITS = EncoderLimits(pages=20, page_rows=4, budget=8, depth=3, ranks=2)
 
 
 def sequence(uid, worker, *grids, key=0):
-    """A request that needs pictures, one behind the other from index 1 on."""
+    """A request that needs images, one behind the other from index 1 on."""
     at, spans = 1, []
     for item, (_, height, width) in enumerate(grids):
         spans.append((item, 0, at))
@@ -39,7 +39,7 @@ def matched(book, one, numbers, units=None, turn=1):
 
 
 def answered(book, one, numbers, units, turn):
-    """The block manager has found these objects for a request's pictures."""
+    """The block manager has found these objects for a request's images."""
     none = np.empty(0, np.int32)
     encoder = EncoderCredits(
         items=np.array([len(numbers)], np.int32),
@@ -75,7 +75,7 @@ def said(book):
 
 def test_pixels_are_wanted_once_and_again_from_another_when_their_source_leaves():
     """Its bytes go with it: who stays has them with a worker of its own."""
-    book = Pictures(LIMITS)
+    book = Images(LIMITS)
     one, two = sequence(4, 0, (1, 2, 2)), sequence(7, 1, (1, 2, 2))
     matched(book, one, [1])
     matched(book, two, [1])
@@ -94,8 +94,8 @@ def test_pixels_are_wanted_once_and_again_from_another_when_their_source_leaves(
     assert book.entries == {}
 
 
-def test_a_picture_goes_on_though_its_source_leaves_when_every_rank_has_it():
-    book = Pictures(LIMITS)
+def test_a_image_goes_on_though_its_source_leaves_when_every_rank_has_it():
+    book = Images(LIMITS)
     one, two = sequence(4, 0, (1, 4, 6)), sequence(7, 1, (1, 4, 6))  # three parts
     matched(book, one, [1])
     matched(book, two, [1])
@@ -110,8 +110,8 @@ def test_a_picture_goes_on_though_its_source_leaves_when_every_rank_has_it():
     assert book.pixels.drops == [(1, 1)]
 
 
-def test_a_prompt_ends_where_its_next_picture_is_not_encoded():
-    book = Pictures(LIMITS)
+def test_a_prompt_ends_where_its_next_image_is_not_encoded():
+    book = Images(LIMITS)
     one = sequence(4, 0, (1, 2, 2), (1, 2, 3))
     assert one.items.prefill_end(0, 20) == 20  # nobody has looked yet
     matched(book, one, [1, 2])
@@ -132,7 +132,7 @@ def test_a_video_is_read_as_far_as_its_patches_are_encoded():
     """Each temporal patch is a unit, and text stands between them."""
     grids, spans = np.array([(3, 2, 2)], np.int32), [(0, 0, 1), (0, 4, 8), (0, 8, 15)]
     made = Items(np.ones((1, 16), np.uint8), grids, np.array(spans, np.int32), 0, 0)
-    book = Pictures(LIMITS)
+    book = Images(LIMITS)
     one = SimpleNamespace(
         uid=1, items=SequenceItems.of(made, LIMITS), scheduled=0, phase=Phase.MATCHING
     )
@@ -154,7 +154,7 @@ def test_a_video_is_read_as_far_as_its_patches_are_encoded():
 
 
 def test_who_needs_pixels_that_fail_is_told_once_and_nothing_is_wanted_again():
-    book = Pictures(LIMITS)
+    book = Images(LIMITS)
     one, two = sequence(4, 0, (1, 2, 2)), sequence(7, 1, (1, 2, 2))
     matched(book, one, [1])
     matched(book, two, [1])
@@ -170,7 +170,7 @@ def test_who_needs_pixels_that_fail_is_told_once_and_nothing_is_wanted_again():
 
 def test_progress_outlives_its_users_while_a_match_is_under_way():
     """The answer was written before the latest slice; what the book knows is newer."""
-    book = Pictures(LIMITS)
+    book = Images(LIMITS)
     one, two = sequence(4, 0, (1, 2, 2)), sequence(7, 1, (1, 2, 2))
     matched(book, one, [1])
     for rank in (0, 1):

@@ -1,4 +1,4 @@
-"""Pictures of the page in each state: `python -m tests.server.take_screenshot docs/images`."""
+"""Images of the page in each state: `python -m tests.server.take_screenshot docs/images`."""
 
 import asyncio
 import json

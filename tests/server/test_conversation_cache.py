@@ -12,7 +12,7 @@ import pytest
 
 from tests.server.harness import here, url
 from tests.server.scripted import directory, with_weights
-from tests.server.test_pictures import data_url, drawn
+from tests.server.test_images import data_url, drawn
 from tests.text.test_chat import THINKING
 
 BLOCK = 16
@@ -257,7 +257,7 @@ def test_what_a_template_drops_from_the_history_is_counted(tmp_path):
     asyncio.run(main())
 
 
-# -- pictures -----------------------------------------------------------------------------
+# -- images -----------------------------------------------------------------------------
 
 SHOWN = "<|vision_start|><|image_pad|><|vision_end|>"
 DEMO_VL = Path(__file__).parents[2] / "models" / "demo_vl"
@@ -280,15 +280,15 @@ def seeing(path):
     return path
 
 
-def picture(number):
+def image(number):
     return data_url(drawn(f"{number}{number + 1}"))
 
 
 def seen_messages(body):
-    """The same turn with a picture in the question, and one in each result of a tool."""
+    """The same turn with an image in the question, and one in each result of a tool."""
     for number, message in enumerate(body["messages"]):
         if message["role"] == "user":
-            data = picture(number).partition(",")[2]
+            data = image(number).partition(",")[2]
             source = {"type": "base64", "media_type": "image/png", "data": data}
             one = {"type": "image", "source": source}
             first = message["content"][0]
@@ -299,7 +299,7 @@ def seen_messages(body):
 def seen_responses(body):
     """Likewise."""
     for number, item in enumerate(body["input"]):
-        one = {"type": "input_image", "image_url": picture(number)}
+        one = {"type": "input_image", "image_url": image(number)}
         if item.get("role") == "user":
             item["content"].append(one)
         elif item["type"] == "function_call_output":
@@ -311,7 +311,7 @@ SEEN = {"messages": seen_messages, "responses": seen_responses}
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_each_turn_finds_the_pictures_of_those_before(tmp_path, kind):
+def test_each_turn_finds_the_images_of_those_before(tmp_path, kind):
     path, turns, _, usage_of = KINDS[kind]
 
     async def main():

@@ -26,7 +26,7 @@ from tests.growth import growth
 
 FACTOR, MOST = 4, 8
 LAST = {"type": "text", "text": "a"}
-PICTURE = {"type": "image", "source": {"type": "url", "url": "https://example.org/x.png"}}
+IMAGE = {"type": "image", "source": {"type": "url", "url": "https://example.org/x.png"}}
 BOMB = "nanoactor1." + urlsafe_b64encode(zlib.compress(b"a" * 4300)).decode()
 
 
@@ -85,9 +85,9 @@ SHAPES = {
     "a wide call": lambda n: messages(
         *shared(1, [use({f"p{k}": 1 for k in range(n)})]), tools=[tool(wide(n))]
     ),
-    "results with pictures": lambda n: messages(
+    "results with images": lambda n: messages(
         message(
-            *({"type": "tool_result", "tool_use_id": "t", "content": [PICTURE]} for _ in range(n))
+            *({"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]} for _ in range(n))
         )
     ),
     "texts of an answer": lambda n: messages(
@@ -105,7 +105,7 @@ SHAPES = {
     "calls of many functions": lambda n: responses(
         *(call(f"f{k}") for k in range(n)), tools=[function(f"f{k}") for k in range(n)]
     ),
-    "outputs with pictures": lambda n: responses(
+    "outputs with images": lambda n: responses(
         *(
             {
                 "type": "function_call_output",

@@ -1,4 +1,4 @@
-"""Pictures by URL: what is fetched from where, and above all what is not."""
+"""Images by URL: what is fetched from where, and above all what is not."""
 
 import asyncio
 import base64
@@ -25,16 +25,16 @@ from nanoactor.server.addresses import is_public
 from nanoactor.server.media import MediaLimits, MediaLoader
 from tests.conftest import descriptors
 
-PICTURE = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
+IMAGE = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
 INNER = "10.11.12.13"
 
 
-def of(picture, kind="image/png", head="HTTP/1.1 200 OK", extra="", length=True):
+def of(image, kind="image/png", head="HTTP/1.1 200 OK", extra="", length=True):
     """An answer as it goes over the wire."""
     lines = [head, "Connection: close", extra]
     lines += [f"Content-Type: {kind}"] if kind is not None else []
-    lines += [f"Content-Length: {len(picture)}"] if length else []
-    return "\r\n".join([line for line in lines if line] + ["", ""]).encode() + picture
+    lines += [f"Content-Length: {len(image)}"] if length else []
+    return "\r\n".join([line for line in lines if line] + ["", ""]).encode() + image
 
 
 def to(location, status=302):
@@ -109,15 +109,15 @@ class Names:
         return found.pop(0) if found and isinstance(found[0], list) else found
 
 
-def fetched(answers, url="http://pictures.test:{port}/", allowed=(), names=None, **options):
+def fetched(answers, url="http://images.test:{port}/", allowed=(), names=None, **options):
     """What a loader makes of a URL at a site of these answers; also the site."""
 
     async def main():
         async with Site(answers).up() as site:
-            entries = [entry.format(port=site.port) for entry in ("pictures.test:{port}", *allowed)]
+            entries = [entry.format(port=site.port) for entry in ("images.test:{port}", *allowed)]
             loader = MediaLoader(
                 MediaLimits(tuple(entries), **options),
-                _resolve=names or Names(pictures=["127.0.0.1"]),
+                _resolve=names or Names(images=["127.0.0.1"]),
                 _is_public="127.0.0.1".__eq__,
             )
             for answer, value in answers.items():
@@ -201,8 +201,8 @@ def test_limits_are_checked(options):
 # -- data: URLs ---------------------------------------------------------------------------
 
 
-def data(picture=PICTURE, head="data:image/png;base64,"):
-    return head + base64.b64encode(picture).decode()
+def data(image=IMAGE, head="data:image/png;base64,"):
+    return head + base64.b64encode(image).decode()
 
 
 @pytest.mark.parametrize(
@@ -213,14 +213,14 @@ def data(picture=PICTURE, head="data:image/png;base64,"):
         "data:image/vnd.microsoft.icon; base64,",
     ],
 )  # fmt: skip
-def test_a_data_url_holds_a_picture(head, no_network):
-    assert loaded(data(head=head)) == PICTURE
+def test_a_data_url_holds_a_image(head, no_network):
+    assert loaded(data(head=head)) == IMAGE
 
 
 def test_line_breaks_in_base64_are_skipped():
-    wrapped = base64.encodebytes(PICTURE * 10).decode()
+    wrapped = base64.encodebytes(IMAGE * 10).decode()
     for text in (wrapped, wrapped.replace("\n", "\r\n"), wrapped.replace("\n", " \t\f")):
-        assert loaded("data:image/png;base64," + text) == PICTURE * 10
+        assert loaded("data:image/png;base64," + text) == IMAGE * 10
 
 
 @pytest.mark.parametrize(
@@ -262,11 +262,11 @@ def test_invalid_base64_is_refused(text):
 
 
 @given(st.binary(min_size=1, max_size=100), st.integers(1, 9))
-def test_base64_is_decoded_in_pieces_as_in_one(picture, piece):
+def test_base64_is_decoded_in_pieces_as_in_one(image, piece):
     usual, module._PIECE_CHARACTERS = module._PIECE_CHARACTERS, 4 * piece
     try:
-        url = data(picture)
-        assert module._decode_base64(url, url.index(",") + 1, 100) == picture
+        url = data(image)
+        assert module._decode_base64(url, url.index(",") + 1, 100) == image
     finally:
         module._PIECE_CHARACTERS = usual
 
@@ -290,7 +290,7 @@ def test_large_data_is_decoded_in_a_thread_and_small_data_is_not(monkeypatch):
     usual, threads = module._decode_base64, []
     monkeypatch.setattr(module, "_decode_base64", decoded)
     assert loaded(data(bytes(1 << 20))) == bytes(1 << 20)
-    assert loaded(data()) == PICTURE
+    assert loaded(data()) == IMAGE
     assert [thread is threading.main_thread() for thread in threads] == [False, True]
 
 
@@ -310,7 +310,7 @@ def test_what_has_no_scheme_is_refused(url, no_network):
 
 
 def test_where_no_host_is_allowed_nothing_is_fetched(no_network):
-    with pytest.raises(InvalidRequest, match=r"does not fetch pictures from URLs; send .* data:"):
+    with pytest.raises(InvalidRequest, match=r"does not fetch images from URLs; send .* data:"):
         loaded("https://example.org/a.png")
 
 
@@ -329,14 +329,14 @@ def test_other_hosts_are_refused(host, no_network):
 
 
 @pytest.mark.parametrize(
-    "host", ["pictures.test", "Pictures.TEST", "a.below.test", "b.a.below.test", "a.stars.test"]
+    "host", ["images.test", "Images.TEST", "a.below.test", "b.a.below.test", "a.stars.test"]
 )
 def test_allowed_hosts_and_names_below_them(host):
     names = Names()
     names.addresses = {host: ["127.0.0.1"]}
     allowed = (".below.test:{port}", "*.stars.test:{port}")
-    got, site = fetched({"/": of(PICTURE)}, "http://" + host + ":{port}", allowed, names)
-    assert got == PICTURE
+    got, site = fetched({"/": of(IMAGE)}, "http://" + host + ":{port}", allowed, names)
+    assert got == IMAGE
     assert names.asked == [host]
     assert site.heads[0].split("\r\n")[1] == f"Host: {host}:{site.port}"
 
@@ -394,10 +394,10 @@ def test_broken_urls_are_refused(url, message, no_network):
 
 def test_a_url_is_sent_as_it_is_written():
     path = "/a%2Fb/../c?sig=%2b%2F+%3D&x=[~]"
-    got, site = fetched({path: of(PICTURE)}, "http://pictures.test:{port}" + path + "#part")
-    assert got == PICTURE
+    got, site = fetched({path: of(IMAGE)}, "http://images.test:{port}" + path + "#part")
+    assert got == IMAGE
     assert site.heads[0].startswith(f"GET {path} HTTP/1.1\r\n")
-    assert fetched({"/%C3%A9": of(PICTURE)}, "http://pictures.test:{port}/é")[0] == PICTURE
+    assert fetched({"/%C3%A9": of(IMAGE)}, "http://images.test:{port}/é")[0] == IMAGE
 
 
 # -- addresses ----------------------------------------------------------------------------
@@ -452,10 +452,10 @@ def test_private_addresses_are_refused_even_where_they_are_allowed(address, no_n
     with pytest.raises(InvalidRequest, match="only public addresses") as caught:
         loaded(f"http://{host}/", host)
     assert address not in str(caught.value)
-    names = Names(pictures=[address])
+    names = Names(images=[address])
     with pytest.raises(InvalidRequest, match="only public addresses") as caught:
-        named("http://pictures.test/", names)
-    assert names.asked == ["pictures.test"]
+        named("http://images.test/", names)
+    assert names.asked == ["images.test"]
     assert address not in str(caught.value)
 
 
@@ -463,7 +463,7 @@ def named(url, names, **options):
     """What a loader makes of a URL that knows addresses as public or not by itself."""
 
     async def main():
-        loader = MediaLoader(MediaLimits(("pictures.test",), **options), _resolve=names)
+        loader = MediaLoader(MediaLimits(("images.test",), **options), _resolve=names)
         try:
             return await loader.load(url)
         finally:
@@ -499,17 +499,17 @@ def test_localhost_is_refused_even_where_it_is_allowed():
 
 def test_a_public_address_may_be_named_in_a_url():
     url, host = "http://127.0.0.1:{port}/", "127.0.0.1:{port}"
-    assert fetched({"/": of(PICTURE)}, url, (host,))[0] == PICTURE
+    assert fetched({"/": of(IMAGE)}, url, (host,))[0] == IMAGE
     with pytest.raises(InvalidRequest, match="host that this server does not allow"):
-        fetched({"/": of(PICTURE)}, "http://127.0.0.1:{port}/")
+        fetched({"/": of(IMAGE)}, "http://127.0.0.1:{port}/")
 
 
 @pytest.mark.parametrize(
-    "found", [[], [INNER], ["127.0.0.1", INNER], [INNER, "127.0.0.1"], ["pictures.test"], ["::1"]]
+    "found", [[], [INNER], ["127.0.0.1", INNER], [INNER, "127.0.0.1"], ["images.test"], ["::1"]]
 )
 def test_names_with_any_other_than_public_addresses_are_refused(found):
     with pytest.raises(InvalidRequest, match="have a DNS entry with only public") as caught:
-        fetched({"/": of(PICTURE)}, names=Names(pictures=found))
+        fetched({"/": of(IMAGE)}, names=Names(images=found))
     assert not caught.value.site.connections
 
 
@@ -519,9 +519,9 @@ def test_unknown_names_are_told_from_inner_ones_to_nobody(error):
         raise error
 
     with pytest.raises(InvalidRequest) as unknown:
-        named("http://pictures.test/", fail)
+        named("http://images.test/", fail)
     with pytest.raises(InvalidRequest) as inner:
-        named("http://pictures.test/", Names(pictures=[INNER]))
+        named("http://images.test/", Names(images=[INNER]))
     assert str(unknown.value) == str(inner.value)
 
 
@@ -534,17 +534,17 @@ def test_a_name_is_looked_up_once_and_not_again_to_connect(monkeypatch):
         return await usual(addr_infos, **options)
 
     monkeypatch.setattr(aiohttp.connector.aiohappyeyeballs, "start_connection", note)
-    names = Names(pictures=[["127.0.0.1"], [INNER]])
-    assert fetched({"/": of(PICTURE)}, names=names)[0] == PICTURE
-    assert names.asked == ["pictures.test"]
+    names = Names(images=[["127.0.0.1"], [INNER]])
+    assert fetched({"/": of(IMAGE)}, names=names)[0] == IMAGE
+    assert names.asked == ["images.test"]
     assert connected == ["127.0.0.1"]
 
 
 def test_a_name_that_has_become_private_is_refused_at_the_next_connection():
-    names = Names(pictures=[["127.0.0.1"], [INNER]])
+    names = Names(images=[["127.0.0.1"], [INNER]])
     with pytest.raises(InvalidRequest, match="only public addresses") as caught:
-        fetched({"/": to("/again"), "/again": of(PICTURE)}, names=names)
-    assert names.asked == ["pictures.test"] * 2
+        fetched({"/": to("/again"), "/again": of(IMAGE)}, names=names)
+    assert names.asked == ["images.test"] * 2
     assert caught.value.site.connections == 1
 
 
@@ -577,13 +577,13 @@ def test_the_system_is_asked_for_addresses(monkeypatch):
 @pytest.mark.parametrize("status", [301, 302, 303, 307, 308])
 @pytest.mark.parametrize(
     "location",
-    ["/b?x=%2F", "b?x=%2F", "//pictures.test:{port}/b?x=%2F", "http://more.test:{port}/b?x=%2F"],
+    ["/b?x=%2F", "b?x=%2F", "//images.test:{port}/b?x=%2F", "http://more.test:{port}/b?x=%2F"],
 )
 def test_redirects_are_followed(status, location):
-    names = Names(pictures=["127.0.0.1"], more=["127.0.0.1"])
-    answers = {"/": to(location, status), "/b?x=%2F": of(PICTURE)}
+    names = Names(images=["127.0.0.1"], more=["127.0.0.1"])
+    answers = {"/": to(location, status), "/b?x=%2F": of(IMAGE)}
     got, site = fetched(answers, allowed=("more.test:{port}",), names=names)
-    assert got == PICTURE
+    assert got == IMAGE
     assert len(site.heads) == 2
     assert "referer" not in site.heads[1].lower()
 
@@ -597,11 +597,11 @@ def test_redirects_are_followed(status, location):
         ("http://127.0.0.1:{port}/", "redirects to has a host that this server does not allow"),
         ("http://other.test:{port}/", "redirects to has a host that this server does not allow"),
         ("//other.test/", "redirects to has a host that this server does not allow"),
-        ("http://pictures.test/", "redirects to has the port 80, which"),
+        ("http://images.test/", "redirects to has the port 80, which"),
         ("http://2130706433/", "redirects to has no valid host"),
-        ("http://u:p@pictures.test:{port}/", "redirects to must not contain a user"),
+        ("http://u:p@images.test:{port}/", "redirects to must not contain a user"),
         ("file:///etc/passwd", "redirects to has the scheme 'file'"),
-        ("ftp://pictures.test/", "redirects to has the scheme 'ftp'"),
+        ("ftp://images.test/", "redirects to has the scheme 'ftp'"),
         ("data:image/png;base64,AAAA", "redirects to has the scheme 'data'"),
         ("javascript:alert(1)", "redirects to has the scheme 'javascript'"),
         ("https:///", "redirects to has no valid host"),
@@ -618,7 +618,7 @@ def test_redirects_elsewhere_are_refused(location, message):
     answer = "\r\n".join(
         ("HTTP/1.1 302 Found", f"Location: {location}", "Connection: close", "", "")
     ).encode(errors="surrogateescape")
-    names = Names(pictures=["127.0.0.1"], inner=[INNER], other=["127.0.0.1"])
+    names = Names(images=["127.0.0.1"], inner=[INNER], other=["127.0.0.1"])
     allowed = ("inner.test:{port}", f"{INNER}:{{port}}", "[::1]:{port}")
     with pytest.raises(InvalidRequest, match=message) as caught:
         fetched({"/": answer}, allowed=allowed, names=names)
@@ -631,14 +631,14 @@ def test_a_loop_of_redirects_ends(most):
     with pytest.raises(InvalidRequest, match=f"redirects more than {most} times") as caught:
         fetched({"/": to("/b"), "/b": to("/")}, max_redirects=most)
     assert len(caught.value.site.heads) == 1 + most
-    answers = {f"/{i}": to(f"/{i + 1}") for i in range(most)} | {f"/{most}": of(PICTURE)}
-    url = "http://pictures.test:{port}/0"
-    assert fetched(answers, url, max_redirects=most)[0] == PICTURE
+    answers = {f"/{i}": to(f"/{i + 1}") for i in range(most)} | {f"/{most}": of(IMAGE)}
+    url = "http://images.test:{port}/0"
+    assert fetched(answers, url, max_redirects=most)[0] == IMAGE
 
 
 def test_the_body_of_a_redirect_is_not_waited_for():
     head = b"HTTP/1.1 302 Found\r\nLocation: /b\r\nContent-Length: 1000000000\r\n\r\nabc"
-    assert fetched({"/": head, "/b": of(PICTURE)})[0] == PICTURE
+    assert fetched({"/": head, "/b": of(IMAGE)})[0] == IMAGE
 
 
 # -- answers ------------------------------------------------------------------------------
@@ -646,11 +646,11 @@ def test_the_body_of_a_redirect_is_not_waited_for():
 
 @pytest.mark.parametrize("status", [100, 201, 204, 206, 300, 304, 305, 400, 401, 404, 500])
 def test_other_answers_than_200_are_refused(status):
-    picture = b"" if status in (100, 204, 304) else PICTURE
+    image = b"" if status in (100, 204, 304) else IMAGE
     extra = 'WWW-Authenticate: Basic realm="x"'
     message = f"with the status {status}" if status > 100 else "closed the connection"
     with pytest.raises(InvalidRequest, match=message):
-        fetched({"/": of(picture, head=f"HTTP/1.1 {status} x", extra=extra)})
+        fetched({"/": of(image, head=f"HTTP/1.1 {status} x", extra=extra)})
 
 
 @pytest.mark.parametrize(
@@ -660,8 +660,8 @@ def test_other_answers_than_200_are_refused(status):
         "application/octet-stream", "binary/octet-stream",
     ],
 )  # fmt: skip
-def test_types_that_may_be_pictures(kind):
-    assert fetched({"/": of(PICTURE, kind)})[0] == PICTURE
+def test_types_that_may_be_images(kind):
+    assert fetched({"/": of(IMAGE, kind)})[0] == IMAGE
 
 
 @pytest.mark.parametrize(
@@ -670,10 +670,10 @@ def test_types_that_may_be_pictures(kind):
 def test_other_types_are_refused(kind):
     shown = kind.partition(";")[0]
     if not shown:
-        assert fetched({"/": of(PICTURE, kind)})[0] == PICTURE
+        assert fetched({"/": of(IMAGE, kind)})[0] == IMAGE
         return
     with pytest.raises(InvalidRequest, match=f"Content-Type is '{shown}' instead of image"):
-        fetched({"/": of(PICTURE, kind)})
+        fetched({"/": of(IMAGE, kind)})
 
 
 @pytest.mark.parametrize("encoding", ["gzip", "deflate", "br", "zstd", "identity, gzip", "x"])
@@ -687,13 +687,13 @@ def test_compressed_answers_are_refused_unread(encoding):
 def test_a_second_header_cannot_hide_that_an_answer_is_compressed():
     extra = "Content-Encoding: identity\r\nContent-Encoding: gzip"
     with pytest.raises(InvalidRequest, match="the Content-Encoding .* is not supported"):
-        fetched({"/": of(gzip.compress(PICTURE), extra=extra)})
-    assert fetched({"/": of(PICTURE, extra="Content-Encoding: identity")})[0] == PICTURE
+        fetched({"/": of(gzip.compress(IMAGE), extra=extra)})
+    assert fetched({"/": of(IMAGE, extra="Content-Encoding: identity")})[0] == IMAGE
 
 
-def chunked(picture):
+def chunked(image):
     head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nConnection: close\r\n\r\n"
-    return head + b"%x\r\n" % len(picture) + picture + b"\r\n0\r\n\r\n"
+    return head + b"%x\r\n" % len(image) + image + b"\r\n0\r\n\r\n"
 
 
 def endless(head):
@@ -707,10 +707,10 @@ def endless(head):
     return pour
 
 
-def test_a_picture_may_be_as_large_as_is_allowed():
-    size = len(PICTURE)
-    for answer in (of(PICTURE), of(PICTURE, length=False), chunked(PICTURE)):
-        assert fetched({"/": answer}, max_bytes=size)[0] == PICTURE
+def test_a_image_may_be_as_large_as_is_allowed():
+    size = len(IMAGE)
+    for answer in (of(IMAGE), of(IMAGE, length=False), chunked(IMAGE)):
+        assert fetched({"/": answer}, max_bytes=size)[0] == IMAGE
         with pytest.raises(InvalidRequest, match=f"larger than the {size - 1} bytes"):
             fetched({"/": answer}, max_bytes=size - 1)
 
@@ -723,7 +723,7 @@ def test_a_picture_may_be_as_large_as_is_allowed():
         b"Connection: close\r\n\r\n",
     ],
 )
-def test_an_endless_picture_is_cut_off(head):
+def test_an_endless_image_is_cut_off(head):
     with pytest.raises(InvalidRequest, match="larger than the 100000 bytes"):
         fetched({"/": endless(b"HTTP/1.1 200 OK\r\n" + head)}, max_bytes=100_000)
 
@@ -754,7 +754,7 @@ def test_answers_that_are_not_http_are_refused(answer):
         fetched({"/": write})
 
 
-def test_a_picture_that_says_it_is_too_large_is_not_waited_for():
+def test_a_image_that_says_it_is_too_large_is_not_waited_for():
     async def promise(writer):
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 101\r\n\r\n")
         await nothing(writer)
@@ -771,7 +771,7 @@ def test_an_empty_answer_is_refused():
 def test_a_host_that_nobody_answers_at_is_refused():
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
-        url = f"http://pictures.test:{held.getsockname()[1]}/"
+        url = f"http://images.test:{held.getsockname()[1]}/"
         with pytest.raises(InvalidRequest, match="cannot be reached"):
             fetched({}, url, (url[len("http://") : -1],))
 
@@ -819,20 +819,20 @@ def test_all_hops_and_names_share_one_time():
 
 
 def test_nothing_is_sent_but_the_request(monkeypatch, tmp_path):
-    (tmp_path / "netrc").write_text("machine pictures.test login me password secret\n")
+    (tmp_path / "netrc").write_text("machine images.test login me password secret\n")
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:1")
     first = to("/b").replace(b"\r\n", b"\r\nSet-Cookie: a=b; Path=/\r\n", 1)
-    got, site = fetched({"/": first, "/b": of(PICTURE)})
-    assert got == PICTURE
+    got, site = fetched({"/": first, "/b": of(IMAGE)})
+    assert got == IMAGE
     for head, path in zip(site.heads, ("/", "/b"), strict=True):
         lines = head.rstrip().split("\r\n")
         assert lines[0] == f"GET {path} HTTP/1.1"
         assert sorted(lines[1:]) == [
             "Accept-Encoding: identity",
             "Accept: image/*",
-            f"Host: pictures.test:{site.port}",
+            f"Host: images.test:{site.port}",
             "User-Agent: nanoactor",
         ]
 
@@ -842,11 +842,11 @@ def with_loader(answers, use, **options):
 
     async def main():
         async with Site(answers).up() as site:
-            limits = MediaLimits((f"pictures.test:{site.port}",), **options)
-            names = Names(pictures=["127.0.0.1"])
+            limits = MediaLimits((f"images.test:{site.port}",), **options)
+            names = Names(images=["127.0.0.1"])
             loader = MediaLoader(limits, _resolve=names, _is_public="127.0.0.1".__eq__)
             try:
-                return await use(loader, site, f"http://pictures.test:{site.port}")
+                return await use(loader, site, f"http://images.test:{site.port}")
             finally:
                 await loader.close()
                 await loader.close()
@@ -858,32 +858,32 @@ def with_loader(answers, use, **options):
         assert descriptors() == before
 
 
-def test_one_connection_serves_one_picture_after_another():
+def test_one_connection_serves_one_image_after_another():
     async def use(loader, site, base):
         assert loader._session is None
         for _ in range(3):
-            assert await loader.load(base + "/") == PICTURE
+            assert await loader.load(base + "/") == IMAGE
         assert site.connections == 1
         with pytest.raises(InvalidRequest, match="404"):
             await loader.load(base + "/lost")
-        assert await loader.load(base + "/") == PICTURE
+        assert await loader.load(base + "/") == IMAGE
 
     lost = b"HTTP/1.1 404 x\r\nContent-Length: 100000\r\n\r\n"
-    with_loader({"/": of(PICTURE).replace(b"Connection: close\r\n", b""), "/lost": lost}, use)
+    with_loader({"/": of(IMAGE).replace(b"Connection: close\r\n", b""), "/lost": lost}, use)
 
 
-def test_pictures_are_fetched_side_by_side():
+def test_images_are_fetched_side_by_side():
     async def use(loader, site, base):
         async with asyncio.timeout(60):
             got = await asyncio.gather(*(loader.load(base + "/") for _ in range(8)))
-        assert got == [PICTURE] * 8
+        assert got == [IMAGE] * 8
 
     async def together(writer):
         nonlocal waiting
         waiting += 1
         while waiting < 8:
             await asyncio.sleep(0.01)
-        writer.write(of(PICTURE))
+        writer.write(of(IMAGE))
         writer.close()
 
     waiting = 0
@@ -902,7 +902,7 @@ def test_closing_breaks_off_what_is_being_fetched(monkeypatch):
                 assert isinstance(result, EngineClosed), repr(result)
         with pytest.raises(EngineClosed, match="shutting down"):
             await loader.load(base + "/")
-        assert await loader.load(data()) == PICTURE
+        assert await loader.load(data()) == IMAGE
 
     monkeypatch.setattr(module, "_MAX_CONNECTIONS", 4)
     with_loader({"/": nothing}, use, timeout=1000)
@@ -928,12 +928,12 @@ def test_whoever_gives_up_waiting_leaves_nothing():
 
 @pytest.fixture(scope="module")
 def certificate(tmp_path_factory):
-    """A certificate of pictures.test that signs itself, and its key."""
+    """A certificate of images.test that signs itself, and its key."""
     if not shutil.which("openssl"):
         pytest.skip("needs openssl to make a certificate")
     folder = tmp_path_factory.mktemp("tls")
     command = "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:prime256v1 -nodes -days 2"
-    name = "-subj /CN=pictures.test -addext subjectAltName=DNS:pictures.test"
+    name = "-subj /CN=images.test -addext subjectAltName=DNS:images.test"
     files = "-keyout key.pem -out cert.pem"
     subprocess.run(
         ["openssl", *f"{command} {name} {files}".split()], cwd=folder, check=True,
@@ -948,9 +948,9 @@ def over_tls(host, certificate=None, greeting=b""):
         if certificate:
             context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
             context.load_cert_chain(*certificate)
-        async with Site({"/": of(PICTURE)}, greeting).up(context) as site:
+        async with Site({"/": of(IMAGE)}, greeting).up(context) as site:
             limits = MediaLimits((f"{host}:{site.port}",))
-            names = Names(pictures=["127.0.0.1"], other=["127.0.0.1"])
+            names = Names(images=["127.0.0.1"], other=["127.0.0.1"])
             loader = MediaLoader(limits, _resolve=names, _is_public="127.0.0.1".__eq__)
             try:
                 return await loader.load(f"https://{host}:{site.port}/")
@@ -966,14 +966,14 @@ def over_tls(host, certificate=None, greeting=b""):
 
 def test_tls_holds_hosts_to_their_names(certificate, monkeypatch):
     with pytest.raises(InvalidRequest, match="no valid certificate"):
-        over_tls("pictures.test", certificate)
+        over_tls("images.test", certificate)
     trusting = ssl.create_default_context(cafile=certificate[0])
     monkeypatch.setattr(aiohttp.connector, "_SSL_CONTEXT_VERIFIED", trusting)
-    assert over_tls("pictures.test", certificate) == PICTURE
+    assert over_tls("images.test", certificate) == IMAGE
     with pytest.raises(InvalidRequest, match="no valid certificate"):
         over_tls("other.test", certificate)
 
 
 def test_a_host_that_does_not_speak_tls_is_refused():
     with pytest.raises(InvalidRequest, match="TLS connection to .* failed"):
-        over_tls("pictures.test", greeting=b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        over_tls("images.test", greeting=b"HTTP/1.1 400 Bad Request\r\n\r\n")

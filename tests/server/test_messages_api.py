@@ -33,7 +33,7 @@ TOOL = {
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
 THINK = "<think>\nOslo. A city.\n</think>\n\n"
-PICTURE = {
+IMAGE = {
     "type": "image",
     "source": {"type": "base64", "media_type": "image/png", "data": "aGk="},
 }
@@ -95,7 +95,7 @@ def test_calls_and_results_become_those_of_a_chat():
                 {
                     "type": "tool_result",
                     "tool_use_id": "t2",
-                    "content": [{"type": "text", "text": "wet"}, PICTURE],
+                    "content": [{"type": "text", "text": "wet"}, IMAGE],
                 },
                 {"type": "text", "text": "And?"},
             ],
@@ -108,16 +108,16 @@ def test_calls_and_results_become_those_of_a_chat():
     ]
     assert first == {"role": "tool", "tool_call_id": "t1", "content": "cold"}
     assert second == {"role": "tool", "tool_call_id": "t2", "content": "wet"}
-    picture, text = user["content"]
-    assert picture["image_url"]["url"] == "data:image/png;base64,aGk="
+    image, text = user["content"]
+    assert image["image_url"]["url"] == "data:image/png;base64,aGk="
     assert text == {"type": "text", "text": "And?"}
 
 
-def test_pictures_stay_in_results_where_the_template_shows_them():
-    content = [{"type": "text", "text": "wet"}, PICTURE]
+def test_images_stay_in_results_where_the_template_shows_them():
+    content = [{"type": "text", "text": "wet"}, IMAGE]
     result = {"type": "tool_result", "tool_use_id": "t", "content": content}
     use = {"type": "tool_use", "id": "t", "name": "weather", "input": {}}
-    shows = Options(accepts_images=True, renders_result_pictures=True)
+    shows = Options(accepts_images=True, renders_result_images=True)
     for is_error, first in ((False, "wet"), (True, "Error:")):
         results = [{**result, "is_error": is_error}, {"type": "text", "text": "And?"}]
         asked = [
@@ -294,7 +294,7 @@ WRONG = [
     (said({"type": "image", "source": "https://example.org"}), "messages[0].content[0].source"),
     (said({"type": "document", "source": "text"}), "messages[0].content[0].source"),
     ({"tools": [TOOL, TOOL]}, "tools[1].name"),
-    ({"system": [PICTURE]}, "system[0]"),
+    ({"system": [IMAGE]}, "system[0]"),
     ({"tools": [{"name": "a"}]}, "tools[0].input_schema"),
     ({"tools": [{"input_schema": {}}]}, "tools[0].name"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
@@ -315,9 +315,9 @@ def test_what_is_wrong_is_refused_by_the_name_of_its_place(extra, param):
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
-def test_a_picture_for_a_model_that_sees_none_is_refused():
+def test_a_image_for_a_model_that_sees_none_is_refused():
     with pytest.raises(APIError, match="does not accept images"):
-        chat([{"role": "user", "content": [PICTURE]}], Options(accepts_images=False))
+        chat([{"role": "user", "content": [IMAGE]}], Options(accepts_images=False))
 
 
 def test_what_a_chat_calls_otherwise_is_named_as_here():

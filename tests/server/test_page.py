@@ -15,7 +15,7 @@ import pytest
 from tests.server.chromium import BINARY, browsing
 from tests.server.harness import here, url
 from tests.server.scripted import Script, directory
-from tests.server.test_pictures import drawn
+from tests.server.test_images import drawn
 
 pytestmark = pytest.mark.skipif(
     BINARY is None, reason="chromium is not installed (Debian: apt-get install chromium)"
@@ -502,24 +502,24 @@ def test_thoughts_and_a_servers_death_on_the_page(tmp_path, monkeypatch):
     asyncio.run(main())
 
 
-def test_a_picture_is_attached_shown_and_read(tmp_path):
+def test_a_image_is_attached_shown_and_read(tmp_path):
     """A model that sees offers it; the file goes along as a data: URL, and the answer streams."""
-    picture = tmp_path / "digits.png"
-    picture.write_bytes(drawn("472"))
+    image = tmp_path / "digits.png"
+    image.write_bytes(drawn("472"))
 
     async def main():
         options = dict(device="cpu", dtype="float32", num_kv_blocks=200, max_num_seqs=4)
         async with here("demo-vl", **options) as server, browsing(tmp_path) as page:
             await open_page(page, server)
             await page.until("!$('attach').hidden")
-            encoded = base64.b64encode(picture.read_bytes()).decode()
+            encoded = base64.b64encode(image.read_bytes()).decode()
             await page.evaluate(
                 "(async () => { const bytes = Uint8Array.from(atob('" + encoded + "'), "
                 "c => c.charCodeAt(0)); attach([new File([bytes], 'x.png', {type: 'image/png'})]) "
                 "})()"
             )
-            await page.until("pictures.length === 1")
-            # Pasted or dropped it is taken too; what is no picture is not.
+            await page.until("images.length === 1")
+            # Pasted or dropped it is taken too; what is no image is not.
             await page.evaluate(
                 "(() => { const moved = new DataTransfer(); const bytes = Uint8Array.from(atob('"
                 + encoded
@@ -529,23 +529,22 @@ def test_a_picture_is_attached_shown_and_read(tmp_path):
                 "ClipboardEvent('paste', {...init, clipboardData: moved})); document.body."
                 "dispatchEvent(new DragEvent('drop', {...init, dataTransfer: moved})) })()"
             )
-            await page.until("pictures.length === 3")
+            await page.until("images.length === 3")
             await page.evaluate(
-                "pictures.splice(1); $('pictures').lastChild.remove();"
-                "$('pictures').lastChild.remove()"
+                "images.splice(1); $('images').lastChild.remove();$('images').lastChild.remove()"
             )
-            assert await page.evaluate("document.querySelectorAll('#pictures img').length") == 1
+            assert await page.evaluate("document.querySelectorAll('#images img').length") == 1
             await page.evaluate("$('temperature').value = '0'")
             await page.evaluate("$('say').value = 'read:'; $('send').click()")
             await page.until(f"{ANSWER}.dataset.state === 'done'")
             assert await page.evaluate("document.querySelectorAll('.turn.user img').length") == 1
-            assert await page.evaluate("pictures.length") == 0
+            assert await page.evaluate("images.length") == 0
             return await page.evaluate(SAID)
 
     assert asyncio.run(main()) == "472"
 
 
-def test_a_model_that_is_blind_offers_no_pictures(tmp_path):
+def test_a_model_that_is_blind_offers_no_images(tmp_path):
     async def main():
         async with here() as server, browsing(tmp_path) as page:
             await open_page(page, server)

@@ -21,7 +21,7 @@ def run(command):
     return done.stdout
 
 
-@pytest.mark.parametrize("program", PROGRAMS, ids=["asynchronous", "blocking", "pictures"])
+@pytest.mark.parametrize("program", PROGRAMS, ids=["asynchronous", "blocking", "images"])
 def test_a_program_runs(program):
     said = run([sys.executable, "-c", program])
     assert said.strip()
@@ -29,7 +29,7 @@ def test_a_program_runs(program):
         assert said.strip() == "079"
 
 
-def test_the_picture_on_the_command_line():
+def test_the_image_on_the_command_line():
     line = next(line for line in TEXT.splitlines() if "--image" in line)
     assert (
         line

@@ -113,26 +113,26 @@ def test_items_of_one_answer_become_one_message():
         {"role": "assistant", "content": "Cold and wet."},
         {"role": "user", "content": "Thanks."},
     ]
-    user, answer, first, second, picture, said, thanks = messages_of(items, tools=[TOOL, SPACE])
+    user, answer, first, second, image, said, thanks = messages_of(items, tools=[TOOL, SPACE])
     assert (answer["reasoning_content"], answer["content"]) == ("Hm.", "I look.")
     names = [call["function"]["name"] for call in answer["tool_calls"]]
     assert names == ["weather", "agents__weather"]
     assert answer["tool_calls"][0]["function"]["arguments"] == '{"city": "Oslo"}'
     assert first == {"role": "tool", "tool_call_id": "c1", "content": "cold"}
     assert second == {"role": "tool", "tool_call_id": "c2", "content": "wet"}
-    assert picture["content"][0]["image_url"]["detail"] == "low"
-    roles = [message["role"] for message in (user, picture, said, thanks)]
+    assert image["content"][0]["image_url"]["detail"] == "low"
+    roles = [message["role"] for message in (user, image, said, thanks)]
     assert roles == ["user", "user", "assistant", "user"]
 
 
-def test_pictures_stay_in_results_where_the_template_shows_them():
+def test_images_stay_in_results_where_the_template_shows_them():
     shown = {"type": "input_image", "image_url": "data:image/png;base64,aGk="}
     output = [{"type": "input_text", "text": "wet"}, shown]
     items = [
         {"type": "function_call", "call_id": "c", "name": "weather", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c", "output": output},
     ]
-    shows = Options(accepts_images=True, renders_result_pictures=True)
+    shows = Options(accepts_images=True, renders_result_images=True)
     _, tool = chat(items, options=shows, tools=[TOOL])[0]["messages"]
     assert [part["type"] for part in tool["content"]] == ["text", "image_url"]
 

@@ -22,8 +22,8 @@ from nanoactor.setup.actors import ENCODER_PAGE_ROWS, RunnerReady
 from tests.simulation.grammar import mask_of
 from tests.simulation.reference import row_of, sample, score, vector_of
 from tests.simulation.resident import ResidentState, Row, StepInputs
-from tests.simulation.scenario import VOCABULARY, Picture
-from tests.simulation.vision import DEPTH, picture_of
+from tests.simulation.scenario import VOCABULARY, Image
+from tests.simulation.vision import DEPTH, image_of
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -126,26 +126,26 @@ class SimulatedRunner(RunnerActor):
         self.dropped += numbers
 
     def _encode(self, inputs: StepInputs) -> None:
-        """Write the rows of pictures whose last unit is in the step."""
+        """Write the rows of images whose last unit is in the step."""
         work = inputs.update.encoding
         for number in work.dropped if work else ():
             self._half.pop(number, None)
         for task in work.tasks if work else ():
-            picture = picture_of(task.pixels)
-            parts = self._parts(picture)
+            image = image_of(task.pixels)
+            parts = self._parts(image)
             for unit in range(task.first, task.first + task.count):
                 frame, part = divmod(unit, parts)
                 assert self._half.pop(task.number, 0) == part, "units are encoded in order"
                 if part < parts - 1:
                     self._half[task.number] = part + 1
                     continue
-                each = picture.rows // picture.frames
+                each = image.rows // image.frames
                 rows = range(frame * each, (frame + 1) * each)
-                self.features[task.cache_rows[rows]] = [row_of(picture, row) for row in rows]
+                self.features[task.cache_rows[rows]] = [row_of(image, row) for row in rows]
 
-    def _parts(self, picture: Picture) -> int:
+    def _parts(self, image: Image) -> int:
         scenario = self._world.scenario
-        each = picture.rows // picture.frames
+        each = image.rows // image.frames
         return min(DEPTH, -(-each // scenario.max_num_batched_tokens))
 
     def _pump(self) -> None:
@@ -229,7 +229,7 @@ class SimulatedRunner(RunnerActor):
             assert inputs.positions[first + index] == context - 1, f"request {uid}: position"
             turned = inputs.rope_positions[:, first + index : first + index + 1]
             self._check_sight(uid, context - 1, turned, first + index)
-        assert not self._seen, "text is replaced by rows of a picture"
+        assert not self._seen, "text is replaced by rows of an image"
         self._fork(inputs)
         self._keep(inputs)
         return self._sample(inputs)
@@ -418,7 +418,7 @@ class SimulatedRunner(RunnerActor):
             self._seen = dict(zip(tokens.tolist(), found, strict=True))
 
     def _check_sight(self, uid: int, begin: int, turned: Any, first: int) -> None:
-        """A row's tokens see their own pictures, at their rotary positions."""
+        """A row's tokens see their own images, at their rotary positions."""
         answer = self._world.oracle.answers[uid]
         assert answer is not None
         count = turned.shape[1]

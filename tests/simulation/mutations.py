@@ -333,7 +333,7 @@ _PATCHES = [
         "        submit, tokens = dataclasses.replace(submit, spec=spec), submit.token_ids\n",
     ),
     Mutation(
-        "the frontend admits a prompt whose pictures nobody has placed",
+        "the frontend admits a prompt whose images nobody has placed",
         ADMISSION,
         " or submit.item_times:\n"
         "            return None\n"
@@ -609,31 +609,31 @@ _PATCHES = [
         "holding = self.tables.holding(slot)",
     ),
     Mutation(
-        "pages of pictures are freed without a fence",
+        "pages of images are freed without a fence",
         KEPT,
         "self._add(freed=[self.cache.release(item, fence)], fences=[fence])",
         "self._add(freed=[self.cache.release(item, 0)], fences=[0])",
     ),
     Mutation(
-        "a picture is encoded before its pixels are there",
+        "an image is encoded before its pixels are there",
         ITEMS,
         "if entry.is_complete or not self.pixels.is_ready(entry):",
         "if entry.is_complete or not entry.pixels:",
     ),
     Mutation(
-        "a chunk reads a picture before it is encoded",
+        "a chunk reads an image before it is encoded",
         "nanoactor.scheduling.sequences.item_state",
         "return min(token_start, target) if token_start - start > self.short else start",
         "return target",
     ),
     Mutation(
-        "a block's hash does not depend on its pictures",
+        "a block's hash does not depend on its images",
         PROMPT,
         'extras[block] = extras.get(block, b"") + name',
         'extras[block] = b""',
     ),
     Mutation(
-        "a block's hash does not depend on the shape of its pictures",
+        "a block's hash does not depend on the shape of its images",
         PROMPT,
         "numbers = (span.height, span.width, first)",
         "numbers = (first,)",
@@ -651,7 +651,7 @@ _PATCHES = [
         "        self._reports.absent += numbers[1:]\n",
     ),
     Mutation(
-        "a half encoded picture goes on without its pixels",
+        "a half encoded image goes on without its pixels",
         KEPT,
         "item.planned = item.units.complete_units(item.planned)",
         "pass",
@@ -663,13 +663,13 @@ _PATCHES = [
         "len(item.pages)",
     ),
     Mutation(
-        "a picture that is held again is evicted",
+        "an image that is held again is evicted",
         ENCODER,
         "        self._idle.pop(key, None)\n        item.references",
         "        item.references",
     ),
     Mutation(
-        "a second quarantine of a picture ends with the first",
+        "a second quarantine of an image ends with the first",
         ENCODER,
         "if item.references or item.ticket != ticket:",
         "if item.references:",
@@ -681,7 +681,7 @@ _PATCHES = [
         "if not self._parked:",
     ),
     Mutation(
-        "what follows a picture is not told its rotary positions",
+        "what follows an image is not told its rotary positions",
         TURNS,
         "s.items.message.rope_delta if s.items else 0",
         "0",
@@ -711,7 +711,7 @@ _PATCHES = [
         "stops = [min(r[3] for r in rows",
     ),
     Mutation(
-        "a picture is let go of before its last token is computed",
+        "an image is let go of before its last token is computed",
         KEPT,
         "            if stop <= planned:\n                self._release(held, index, step)",
         "            if stop <= planned + 1:\n                self._release(held, index, step)",
@@ -1013,7 +1013,7 @@ _PATCHES = [
         "while count < len(run):",
     ),
     Mutation(
-        "a constrained output behind a picture is not turned",
+        "a constrained output behind an image is not turned",
         KEPT,
         "dtype=np.int32) + self.delta",
         "dtype=np.int32)",
@@ -1195,7 +1195,7 @@ _PATCHES = [
         "\n    def start(",
     ),
     Mutation(
-        "pieces of pictures go on behind a death where they were",
+        "pieces of images go on behind a death where they were",
         SENDING,
         "        self.media = MediaSender(vision)\n",
         "        self.media._workers = vision\n",
@@ -1329,7 +1329,7 @@ _PATCHES = [
         "self._rules[slot] = rules",
     ),
     Mutation(
-        "the places of pictures are kept where their message is",
+        "the places of images are kept where their message is",
         "nanoactor.scheduling.sequences.item_state",
         "        message = copy_arrays(message)\n",
         "",

@@ -232,7 +232,7 @@ class Oracle:
             cost += count * self.manager.items.cache.get(number).units.cost(budget)
         assert cost <= budget, f"{cost} rows are encoded in a step"
         alone = len(vision.slices.numbers) == 1
-        self.counts["units of large pictures"] += alone and cost == budget
+        self.counts["units of large images"] += alone and cost == budget
 
     def release(self, blocks: list[int], fence: int) -> int:
         """Children are let go, and so evicted, before their parents."""
@@ -995,7 +995,7 @@ class Oracle:
         assert terminal.began == began or (terminal.began == -1 and never), who
         if expected is not None and expected.undecodable:
             assert terminal.reason in ("error", "abort")
-            assert not ids, f"{who} was answered without its picture"
+            assert not ids, f"{who} was answered without its image"
             self.counts["undecodable"] += terminal.reason == "error"
             return
         if ask.grammar is not None and self._check_grammar(ask.grammar, terminal, ids, expected):
@@ -1256,7 +1256,7 @@ class Oracle:
         for name in ("preemptions", "overruns", "mixed_steps"):
             self.counts[name] += getattr(statistics, name)
         self.counts["hits"] += self.manager.hits.hit_tokens
-        self.counts["pictures encoded"] += self.scheduler.items.encoded
+        self.counts["images encoded"] += self.scheduler.items.encoded
         self.counts["encoder hits"] += self.manager.items.cache.hits
         self.counts["encoder evictions"] += self.manager.items.cache.evictions
         held = self.scheduler.held_sequences.figures()

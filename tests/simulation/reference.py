@@ -17,7 +17,7 @@ from tests.simulation.scenario import (
     VIDEO,
     VOCABULARY,
     Ask,
-    Picture,
+    Image,
     Scenario,
     encode_text,
     time_text,
@@ -197,13 +197,13 @@ class Answer:
     tokens: tuple[int, ...]
     """Prompt, output, and some of what would have followed."""
     seen: dict[int, int]
-    """By index in the prompt: the row of a picture that stands there, as a number."""
+    """By index in the prompt: the row of an image that stands there, as a number."""
     positions: np.ndarray
     """Rotary positions of all tokens, (3, tokens)."""
     extras: dict[int, bytes]
-    """What of a block's name is about pictures."""
+    """What of a block's name is about images."""
     undecodable: bool
-    """Whether it has a picture that cannot be decoded."""
+    """Whether it has an image that cannot be decoded."""
     states: np.ndarray
     """int64: what the KV cache holds at each of their positions."""
     length: int
@@ -234,13 +234,13 @@ def answer(
     what its caller has `chosen`, and what would be sampled behind it."""
     limit = scenario.max_model_len
     for placeholder in (IMAGE, VIDEO):
-        given = sum(picture.placeholder == placeholder for picture in ask.pictures)
+        given = sum(image.placeholder == placeholder for image in ask.images)
         if ask.prompt.count(placeholder) != given:
             return None
     prompt, seen, spans = _expand(ask)
     known = {token for token in ask.prompt if not 0 <= token < VOCABULARY} <= {IMAGE, VIDEO}
-    pages = sum(-(-picture.rows // ENCODER_PAGE_ROWS) for picture in ask.pictures)
-    faults = {picture.fault for picture in ask.pictures}
+    pages = sum(-(-image.rows // ENCODER_PAGE_ROWS) for image in ask.images)
+    faults = {image.fault for image in ask.images}
     too_long = len(prompt) + (not ask.pools) > limit
     if too_long or not known or "header" in faults or pages > scenario.encoder_pages:
         return None
@@ -301,65 +301,65 @@ def turns(ask: Ask, scenario: Scenario) -> list[list[Answer | None]]:
     return found
 
 
-def row_of(picture: Picture, row: int) -> int:
-    """What the tower gives for a row of a picture."""
-    return (picture.content << 20 | picture.height << 12 | picture.width << 4) * 1000 + row + 1000
+def row_of(image: Image, row: int) -> int:
+    """What the tower gives for a row of an image."""
+    return (image.content << 20 | image.height << 12 | image.width << 4) * 1000 + row + 1000
 
 
-def _expand(ask: Ask) -> tuple[list[int], dict[int, int], list[tuple[int, Picture, int]]]:
-    """(tokens, rows by index, (first index, picture or frame of a video, its first row))."""
+def _expand(ask: Ask) -> tuple[list[int], dict[int, int], list[tuple[int, Image, int]]]:
+    """(tokens, rows by index, (first index, image or frame of a video, its first row))."""
     prompt: list[int] = []
     seen: dict[int, int] = {}
     spans = []
-    pictures = iter(ask.pictures)
+    images = iter(ask.images)
     for token in ask.prompt:
         if token not in (IMAGE, VIDEO):
             prompt.append(token)
             continue
-        picture = next(pictures)
-        each = picture.height * picture.width
-        for frame in range(max(1, picture.frames)):
-            if picture.frames:
+        image = next(images)
+        each = image.height * image.width
+        for frame in range(max(1, image.frames)):
+            if image.frames:
                 prompt += [*encode_text(time_text(float(frame))), START]
             first = frame * each
-            spans.append((len(prompt), picture, first))
-            seen |= {len(prompt) + row: row_of(picture, first + row) for row in range(each)}
+            spans.append((len(prompt), image, first))
+            seen |= {len(prompt) + row: row_of(image, first + row) for row in range(each)}
             prompt += [token] * each
-            if picture.frames:
+            if image.frames:
                 prompt.append(END)
     return prompt, seen, spans
 
 
-def _rotary(length: int, spans: list[tuple[int, Picture, int]]) -> np.ndarray:
+def _rotary(length: int, spans: list[tuple[int, Image, int]]) -> np.ndarray:
     positions, index = np.zeros((3, length), np.int32), 0
     at = 0
-    pictures = {start: picture for start, picture, _ in spans}
+    images = {start: image for start, image, _ in spans}
     while index < length:
-        if (picture := pictures.get(index)) is None:
+        if (image := images.get(index)) is None:
             positions[:, index] = at
             at, index = at + 1, index + 1
             continue
-        each = picture.height * picture.width
+        each = image.height * image.width
         for row in range(each):
-            down, right = divmod(row, picture.width)
+            down, right = divmod(row, image.width)
             positions[:, index + row] = at, at + down, at + right
-        at, index = at + max(picture.height, picture.width), index + each
+        at, index = at + max(image.height, image.width), index + each
     return positions
 
 
-def _extras(ask: Ask, spans: list[tuple[int, Picture, int]], size: int) -> dict[int, bytes]:
+def _extras(ask: Ask, spans: list[tuple[int, Image, int]], size: int) -> dict[int, bytes]:
     extras: dict[int, bytes] = {}
-    for start, picture, first in spans:
-        name = key_of(picture) + struct.pack("<III", picture.height, picture.width, first)
-        stop = start + picture.height * picture.width
+    for start, image, first in spans:
+        name = key_of(image) + struct.pack("<III", image.height, image.width, first)
+        stop = start + image.height * image.width
         for block in range(start // size, -(-stop // size)):
             extras[block] = extras.get(block, b"") + name
     return extras
 
 
-def key_of(picture: Picture) -> bytes:
+def key_of(image: Image) -> bytes:
     """What a vision worker calls it."""
-    return struct.pack("<IIII", picture.content, picture.height, picture.width, picture.frames)
+    return struct.pack("<IIII", image.content, image.height, image.width, image.frames)
 
 
 def _cut_by_ids(ask: Ask, output: list[int], room: int) -> tuple[list[int], str, int | None]:

@@ -54,8 +54,8 @@ IMAGE, VIDEO, START, END = range(VOCABULARY, VOCABULARY + 4)
 
 
 @dataclasses.dataclass(frozen=True)
-class Picture:
-    """What a picture or a video shows, how large it is, and whether it can be told and decoded."""
+class Image:
+    """What an image or a video shows, how large it is, and whether it can be told and decoded."""
 
     content: int
     height: int
@@ -63,7 +63,7 @@ class Picture:
     fault: str = ""
     """"header", "pixels" or none."""
     frames: int = 0
-    """Of a video; 0 for a picture."""
+    """Of a video; 0 for an image."""
 
     @property
     def rows(self) -> int:
@@ -140,7 +140,7 @@ class Ask:
     priority: int = 0
     aborts: tuple[float, ...] = ()
     """Seconds after the request; the second and later ones must change nothing."""
-    pictures: tuple[Picture, ...] = ()
+    images: tuple[Image, ...] = ()
     """One for each placeholder in the prompt."""
     n: int = 1
     logprobs: int = -1
@@ -212,9 +212,9 @@ class Scenario:
     """0: the model sees nothing."""
     vision_workers: int = 1
     vision_store: int = 1 << 20
-    """Bytes of pictures that a worker keeps."""
+    """Bytes of images that a worker keeps."""
     decode_steps: float = 1.0
-    """Mean time to decode a picture, in steps."""
+    """Mean time to decode an image, in steps."""
     failures: float = 0.0
     """How likely a row's logits are not finite."""
     choiceless: float = 0.0
@@ -248,8 +248,8 @@ class Scenario:
     @property
     def tokens(self) -> int:
         """An upper bound of what it computes, without preemptions."""
-        pictures = sum(picture.rows for ask in self.asks for picture in ask.pictures)
-        return pictures + sum(ask.n * (len(ask.prompt) + ask.max_tokens) for ask in self.asks)
+        images = sum(image.rows for ask in self.asks for image in ask.images)
+        return images + sum(ask.n * (len(ask.prompt) + ask.max_tokens) for ask in self.asks)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -332,7 +332,7 @@ def draw(seed: int) -> Scenario:
         freezes=random.Random(f"{seed} freezes").random() < 0.8,
     )
     scenario = dataclasses.replace(scenario, asks=_draw_asks(rng, scenario, traffic))
-    scenario = _with_pictures(random.Random(f"{seed} pictures"), scenario)
+    scenario = _with_images(random.Random(f"{seed} images"), scenario)
     scenario = _with_answers(random.Random(f"{seed} answers"), scenario)
     scenario = _with_grammars(random.Random(f"{seed} grammars"), scenario)
     scenario = _with_free_text(random.Random(f"{seed} free"), scenario)
@@ -405,7 +405,7 @@ def _with_vectors(rng: random.Random, scenario: Scenario) -> Scenario:
     share = rng.choice([0.1, 0.5, 1.0])
     asks = [
         _pooled(rng, ask, scenario)
-        if rng.random() < share and not ask.pictures and ask.caller is None
+        if rng.random() < share and not ask.images and ask.caller is None
         else ask
         for ask in scenario.asks
     ]
@@ -429,7 +429,7 @@ def _with_callers(rng: random.Random, scenario: Scenario) -> Scenario:
     fork, faults = rng.choice([0.2, 0.6]), rng.choice([0.0, 0.0, 0.3])
     asks = [
         _held(rng, ask, rng.randint(1, most), fork, faults)
-        if rng.random() < share and not ask.pictures
+        if rng.random() < share and not ask.images
         else ask
         for ask in scenario.asks
     ]
@@ -540,13 +540,13 @@ def _with_answers(rng: random.Random, scenario: Scenario) -> Scenario:
     return dataclasses.replace(scenario, asks=tuple(asks))
 
 
-def _with_pictures(rng: random.Random, scenario: Scenario) -> Scenario:
+def _with_images(rng: random.Random, scenario: Scenario) -> Scenario:
     """The same, of a model that sees, in some of the seeds."""
     if rng.random() < 0.75:
         return scenario
     largest = rng.choice([2, 4, 7])
     pool = [
-        Picture(number, rng.randint(1, largest), rng.randint(1, largest), rng.choice(_FAULTS))
+        Image(number, rng.randint(1, largest), rng.randint(1, largest), rng.choice(_FAULTS))
         for number in range(rng.choice([1, 2, 6, 20]))
     ]
     # Shapes of equal area, and others of the same content: their rows are not the same.
@@ -574,22 +574,22 @@ _FAULTS = ("",) * 18 + ("header", "pixels")
 
 
 def _with_some(
-    rng: random.Random, ask: Ask, pool: list[Picture], max_model_len: int, impatient: float
+    rng: random.Random, ask: Ask, pool: list[Image], max_model_len: int, impatient: float
 ) -> Ask:
-    prompt, pictures = list(ask.prompt), []
+    prompt, images = list(ask.prompt), []
     for at in sorted(rng.randint(0, min(len(prompt), 12)) for _ in range(rng.choice([1, 1, 2, 3]))):
-        pictures.append(rng.choice(pool))
-        prompt.insert(at + len(pictures) - 1, pictures[-1].placeholder)
-    said = sum(len(time_text(time)) + 2 for picture in pictures for time in picture.times)
-    shown = sum(picture.rows for picture in pictures) + said
-    room = max(1, max_model_len - len(prompt) + len(pictures) - shown)
+        images.append(rng.choice(pool))
+        prompt.insert(at + len(images) - 1, images[-1].placeholder)
+    said = sum(len(time_text(time)) + 2 for image in images for time in image.times)
+    shown = sum(image.rows for image in images) + said
+    room = max(1, max_model_len - len(prompt) + len(images) - shown)
     return dataclasses.replace(
         ask,
         prompt=tuple(prompt),
-        pictures=tuple(pictures),
+        images=tuple(images),
         max_tokens=min(ask.max_tokens, room),
         min_tokens=min(ask.min_tokens, room),
-        # While a picture is on its way: others may wait for the same.
+        # While an image is on its way: others may wait for the same.
         aborts=ask.aborts or ((rng.expovariate(100),) if rng.random() < impatient else ()),
     )
 

@@ -87,7 +87,7 @@ OUTSIDE = {"HoldClock", "MaskClock"}
 
 
 def test_the_first_seeds_hold_every_kind_of_traffic_and_every_message():
-    # In 84 an output goes on after a death; 72 pools; 77 does without a picture; 8 has states.
+    # In 84 an output goes on after a death; 72 pools; 77 does without an image; 8 has states.
     total = play(0, tokens=12_000) + play(84) + play(72) + play(77)
     assert missing(total, FIRST) == {}
     prefixes = ("nanoactor.server", "nanoactor.runtime", "nanoactor.fleet", "nanoactor.ray")

@@ -1,4 +1,4 @@
-"""The vision worker's own actor over pictures that are only told of."""
+"""The vision worker's own actor over images that are only told of."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from nanoactor.setup.actors import ActorConfig
 from nanoactor.vision.media import Media, ReadItem, Unusable
 from nanoactor.vision.store import MediaStore
 from tests.simulation.reference import key_of
-from tests.simulation.scenario import END, IMAGE, START, VIDEO, Picture, encode_text
+from tests.simulation.scenario import END, IMAGE, START, VIDEO, Image, encode_text
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -44,16 +44,16 @@ def vision_config() -> VisionConfig:
     return parse_vision({"vision_config": tower, **ids}, "simulated")
 
 
-def media_of(picture: Picture) -> Media:
+def media_of(image: Image) -> Media:
     """What a user gives."""
-    data = json.dumps(dataclasses.astuple(picture))
-    return Media("", (), (1, 1), data.encode(), times=picture.times)
+    data = json.dumps(dataclasses.astuple(image))
+    return Media("", (), (1, 1), data.encode(), times=image.times)
 
 
-def picture_of(pixels: Any) -> Picture:
+def image_of(pixels: Any) -> Image:
     """What pixels show."""
     frames, height, width, _ = pixels.shape
-    return Picture(int(pixels[0, 0, 0, 0]), height, width, frames=frames)
+    return Image(int(pixels[0, 0, 0, 0]), height, width, frames=frames)
 
 
 class Letters:
@@ -66,15 +66,15 @@ class Letters:
 
 
 def _pixels_of(media: Media) -> Any:
-    picture = Picture(*json.loads(media.data))
-    if picture.fault:
+    image = Image(*json.loads(media.data))
+    if image.fault:
         return Unusable("broken")
-    shape = max(1, picture.frames), picture.height, picture.width, 3
-    return np.full(shape, picture.content, np.uint8)
+    shape = max(1, image.frames), image.height, image.width, 3
+    return np.full(shape, image.content, np.uint8)
 
 
 class _Latency:
-    """Stands where a `DecodingThread` does: one picture after the other."""
+    """Stands where a `DecodingThread` does: one image after the other."""
 
     frames = 0
 
@@ -82,10 +82,10 @@ class _Latency:
         self._decode = decode
 
     def read(self, media: Media) -> ReadItem | Unusable:
-        picture = Picture(*json.loads(media.data))
-        if picture.fault == "header":
-            return Unusable("no picture")
-        return ReadItem(key_of(picture), (max(1, picture.frames), picture.height, picture.width))
+        image = Image(*json.loads(media.data))
+        if image.fault == "header":
+            return Unusable("no image")
+        return ReadItem(key_of(image), (max(1, image.frames), image.height, image.width))
 
     def decode(self, number: int, media: Media, done: Any) -> None:
         self._decode(number, media)
@@ -117,5 +117,5 @@ class SimulatedVision(VisionActor):
     def _done(self, number: int, media: Media) -> None:
         if self.context.retired:
             return
-        self._world.oracle.counts["pictures decoded"] += number in self._requests
+        self._world.oracle.counts["images decoded"] += number in self._requests
         self._on_decoded(number, _pixels_of(media))

@@ -332,7 +332,7 @@ class World:
             self.uid_of[position] = uid
             for answer in range(ask.n):
                 self.oracle.submitted(uid + answer, position, answer)
-            media = [media_of(picture) for picture in ask.pictures]
+            media = [media_of(image) for image in ask.images]
             submit = Submit(
                 uid,
                 spec,

@@ -27,7 +27,7 @@ from tests.telemetry.harness import (
 
 TEXT = "Zanzibar, quoth the walrus"
 DELTA = RequestOutputKind.DELTA
-PICTURE = ROOT / "examples" / "three-digits.png"
+IMAGE = ROOT / "examples" / "three-digits.png"
 
 
 def sampling(**changes):
@@ -220,8 +220,8 @@ async def test_a_vector_is_an_embedding(memory):
 
 
 @on_a_loop
-async def test_a_request_whose_picture_is_opened_first_keeps_its_parent(memory):
-    parts = [{"type": "image", "image": str(PICTURE)}, {"type": "text", "text": "?"}]
+async def test_a_request_whose_image_is_opened_first_keeps_its_parent(memory):
+    parts = [{"type": "image", "image": str(IMAGE)}, {"type": "text", "text": "?"}]
     async with AsyncLLM("demo-vl", **FAST) as llm:
         chat = [{"role": "user", "content": parts}]
         await collect(llm, chat, sampling(), trace_headers={"traceparent": traceparent()})

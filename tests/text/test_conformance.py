@@ -129,7 +129,7 @@ def test_of_two_places_that_counts_which_counts_in_transformers_and_it_is_said(
     assert bool(files.note) == ({first, second} != {"jinja", "more"})
 
 
-def test_a_model_with_pictures_reads_its_processors_older_file_before_the_tokenizers(tmp_path):
+def test_a_model_with_images_reads_its_processors_older_file_before_the_tokenizers(tmp_path):
     path = model_directory(tmp_path)
     PLACES["json"](path, "json")
     PLACES["text"](path, "text")

@@ -56,20 +56,20 @@ def test_it_renders_as_the_template_does(rendering):
 
 
 @pytest.mark.parametrize(
-    ("picture", "shows"),
+    ("image", "shows"),
     [
         ("{{ '<image>' }}", True),
         ("{% if message.role == 'user' %}{{ '<image>' }}{% endif %}", False),
         ("", False),
     ],
 )
-def test_pictures_of_results_are_found_by_trying(rendering, picture, shows):
-    part = f"{{% if part.type == 'image' %}}{picture}{{% else %}}{{{{ part.text }}}}{{% endif %}}"
+def test_images_of_results_are_found_by_trying(rendering, image, shows):
+    part = f"{{% if part.type == 'image' %}}{image}{{% else %}}{{{{ part.text }}}}{{% endif %}}"
     content = f"{{% for part in message.content %}}{part}{{% endfor %}}"
     message = "{{ message.role }} {% if message.content is string %}{{ message.content }}"
     message += f"{{% else %}}{content}{{% endif %}}"
     facts, problem = rendering(f"{{% for message in messages %}}{message}{{% endfor %}}").describe()
-    assert (facts.renders_result_pictures, problem) == (shows, "")
+    assert (facts.renders_result_images, problem) == (shows, "")
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What spans add up to, what the picture of them holds, and that they cost next to nothing."""
+"""What spans add up to, what the image of them holds, and that they cost next to nothing."""
 
 import asyncio
 import json
@@ -153,7 +153,7 @@ def test_arrows_follow_every_step_and_every_request_through_all_tracks(tmp_path,
             ), event
 
 
-def test_arrows_lead_from_a_picture_to_the_steps_that_encode_it(tmp_path):
+def test_arrows_lead_from_a_image_to_the_steps_that_encode_it(tmp_path):
     """Of which there are several, as it is larger than a step's budget."""
 
     async def main():
@@ -169,7 +169,7 @@ def test_arrows_lead_from_a_picture_to_the_steps_that_encode_it(tmp_path):
     asyncio.run(main())
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
-    arrows = [e for e in events if e.get("cat") == "picture" and e["ph"] in "stf"]
+    arrows = [e for e in events if e.get("cat") == "image" and e["ph"] in "stf"]
     tracks = [names[e["pid"], e["tid"]] for e in arrows]
     assert tracks == ["vision.0 decode", *["runner.0 device"] * 3]
     assert [e["ph"] for e in arrows] == ["s", "t", "t", "f"]

@@ -21,7 +21,7 @@ def test_a_request_that_is_over_leaves_nothing_whenever_that_was(order, over_at)
             gathering.finish(1, 3)
         gathering.add(uid, number, item(number))
         if uid != 1 and gathering.is_complete(uid, 3):
-            assert gathering.collect(uid, ["picture"] * 3) == [item(n) for n in range(3)]
+            assert gathering.collect(uid, ["image"] * 3) == [item(n) for n in range(3)]
             gathering.finish(uid, 3)
     if over_at >= len(order):
         gathering.finish(1, 3)
@@ -32,7 +32,7 @@ def test_the_first_item_that_cannot_be_used_is_named():
     gathering = ItemCollector()
     for number, found in enumerate([item(0), Unusable("too narrow"), Unusable("broken")]):
         gathering.add(7, number, found)
-    with pytest.raises(InvalidRequest, match="picture 2 of 3: too narrow"):
-        gathering.collect(7, ["picture"] * 3)
-    with pytest.raises(InvalidRequest, match="picture 1 of 2: too narrow"):
-        gathering.collect(7, ["video", "picture", "picture"])
+    with pytest.raises(InvalidRequest, match="image 2 of 3: too narrow"):
+        gathering.collect(7, ["image"] * 3)
+    with pytest.raises(InvalidRequest, match="image 1 of 2: too narrow"):
+        gathering.collect(7, ["video", "image", "image"])

@@ -26,7 +26,7 @@ def encoded(form="PNG"):
     return out.getvalue()
 
 
-def test_every_way_to_give_a_picture_gives_its_pixels(tmp_path):
+def test_every_way_to_give_a_image_gives_its_pixels(tmp_path):
     data = encoded()
     path = tmp_path / "x.png"
     path.write_bytes(data)
@@ -34,10 +34,10 @@ def test_every_way_to_give_a_picture_gives_its_pixels(tmp_path):
     image = Image.fromarray(ARRAY)
     area = RULES.area({})
     ways = [data, bytearray(data), path, str(path), url, image, image.convert("RGBA"), ARRAY]
-    found = [READER.decode(RULES.read_picture(way, area)) for way in ways]
+    found = [READER.decode(RULES.read_image(way, area)) for way in ways]
     assert found[0].shape == (1, 64, 96, 3)
     assert all(np.array_equal(found[0], other) for other in found)
-    grey = READER.decode(RULES.read_picture(ARRAY[:, :, 0], area))
+    grey = READER.decode(RULES.read_image(ARRAY[:, :, 0], area))
     assert (grey[..., 0] == grey[..., 2]).all()
 
 
@@ -55,11 +55,11 @@ def test_names_differ_where_pixels_may():
         (ARRAY, RULES.area({"max_pixels": 4096})),
         (ARRAY, RULES.area({"size": {"shortest_edge": 20000}})),
     ]
-    keys = [READER.read(RULES.read_picture(*way)).key for way in ways]
+    keys = [READER.read(RULES.read_image(*way)).key for way in ways]
     assert len(set(keys)) == len(keys)
-    assert READER.read(RULES.read_picture(encoded(), plain)).key == keys[0]
+    assert READER.read(RULES.read_image(encoded(), plain)).key == keys[0]
     other_salt = MediaReader(IMAGES, b"t" * 16, 1_000_000)
-    assert other_salt.read(RULES.read_picture(*ways[0])).key != keys[0]
+    assert other_salt.read(RULES.read_image(*ways[0])).key != keys[0]
 
 
 def test_low_detail_bounds_the_area():
@@ -89,7 +89,7 @@ def test_settings_that_cannot_be_are_named(kwargs, detail, message):
 def test_no_bytes_do_anything_but_be_refused(data):
     if data:
         with pytest.raises(InvalidRequest):
-            READER.read(RULES.read_picture(data, RULES.area({})))
+            READER.read(RULES.read_image(data, RULES.area({})))
 
 
 @pytest.mark.parametrize("url", ["data:,x", "data:image/png,x", "data:image/png;base64,x", "data:"])

@@ -1,4 +1,4 @@
-"""Pictures that have no room are refused; requests wait for theirs, and leave nothing behind."""
+"""Images that have no room are refused; requests wait for theirs, and leave nothing behind."""
 
 import dataclasses
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ def placer(pages=4, vision=CONFIG):
     return ItemPlacer(files, EncoderLimits(pages=pages, page_rows=4), encode)
 
 
-def test_a_picture_gets_its_tokens():
+def test_a_image_gets_its_tokens():
     tokens, items = placer().place(PROMPT, [VisualItem(bytes(16), 2, 3)], worker=1)
     assert tokens.tolist() == [5, *[IMAGE] * 6, 6]
     assert items.worker == 1
@@ -38,7 +38,7 @@ def test_a_picture_gets_its_tokens():
     ("pages", "height", "error"),
     [(4, 38, "max_model_len is 20"), (1, 5, "encoder cache, which holds 4 tokens")],
 )
-def test_a_picture_without_room_is_refused(pages, height, error):
+def test_a_image_without_room_is_refused(pages, height, error):
     with pytest.raises(InvalidRequest, match=error):
         placer(pages).place(PROMPT, [VisualItem(bytes(16), height, 1)], worker=0)
 
@@ -60,7 +60,7 @@ def read(*pairs, worker=2):
     )
 
 
-def test_requests_are_released_with_their_last_picture():
+def test_requests_are_released_with_their_last_image():
     held = HeldRequests()
     first, second = request(1, 2), request(5, 1)
     assert held.has_items(request(9, 0))
@@ -76,7 +76,7 @@ def test_requests_are_released_with_their_last_picture():
     assert len(held) == 0
 
 
-def test_a_request_that_is_gone_drops_pictures_that_come_late():
+def test_a_request_that_is_gone_drops_images_that_come_late():
     held = HeldRequests()
     event = request(1, 2)
     held.hold(event, "encoded")

@@ -1,4 +1,4 @@
-"""Placeholders are expanded as transformers' processor does it, and equal ids of other pictures
+"""Placeholders are expanded as transformers' processor does it, and equal ids of other images
 never share a block."""
 
 import re
@@ -40,7 +40,7 @@ def encode(text):
     return [1000 + SPECIAL.index(part) if part in SPECIAL else ord(part) for part in parts]
 
 
-def picture(key, height, width):
+def image(key, height, width):
     return VisualItem(key.to_bytes(16, "little"), height, width)
 
 
@@ -66,10 +66,10 @@ def processor(grids, frames_per_second=None, indices=()):
     return made, {**inputs, "video_metadata": [metadata]}
 
 
-def test_a_picture_becomes_as_many_placeholders_as_it_has_rows():
+def test_a_image_becomes_as_many_placeholders_as_it_has_rows():
     made, inputs = processor([(1, 4, 6)])
     expected = f"Look: {made.replace_image_token(inputs, 0)} nice?"
-    found = expand("Look: <|image_pad|> nice?", picture(7, 2, 3))
+    found = expand("Look: <|image_pad|> nice?", image(7, 2, 3))
     assert found.token_ids.tolist() == encode(expected)
 
 
@@ -87,7 +87,7 @@ def test_a_video_becomes_times_and_placeholders_as_in_transformers(fps, indices)
 
 ITEMS = st.lists(
     st.one_of(
-        st.builds(picture, st.integers(0, 3), st.integers(1, 4), st.integers(1, 4)),
+        st.builds(image, st.integers(0, 3), st.integers(1, 4), st.integers(1, 4)),
         st.builds(
             lambda key, height, width, times: video(key, height, width, *sorted(times)),
             st.integers(0, 3),
@@ -131,13 +131,13 @@ def test_every_placeholder_is_a_row_of_its_item_in_order(items, words):
             [],
             "1 image placeholders .token 1000., but the number of images given is 0",
         ),
-        ("none", [picture(1, 1, 1)], "0 image placeholders"),
+        ("none", [image(1, 1, 1)], "0 image placeholders"),
         (
             "<|image_pad|>" * 3,
-            [picture(1, 1, 1)] * 2,
+            [image(1, 1, 1)] * 2,
             "3 image placeholders .* but the number of images given is 2",
         ),
-        ("<|video_pad|>", [picture(1, 1, 1)], "0 image placeholders"),
+        ("<|video_pad|>", [image(1, 1, 1)], "0 image placeholders"),
         (
             "<|image_pad|>",
             [video(1, 1, 1, 0.0)],
@@ -150,8 +150,8 @@ def test_a_placeholder_too_many_or_too_few_is_refused(text, items, message):
         expand(text, *items)
 
 
-def test_pictures_and_videos_are_placed_by_their_kind():
-    items = [picture(1, 1, 1), picture(2, 1, 2), video(3, 1, 3, 0.0)]
+def test_images_and_videos_are_placed_by_their_kind():
+    items = [image(1, 1, 1), image(2, 1, 2), video(3, 1, 3, 0.0)]
     found = expand("<|image_pad|>a<|video_pad|>b<|image_pad|>", *items)
     assert [placed.item for placed in found.spans] == [0, 2, 1]
     assert [placed.span.width for placed in found.spans] == [1, 3, 2]
@@ -193,14 +193,14 @@ def test_blocks_share_a_name_only_where_all_up_to_there_is_equal(one, other, wor
         assert (mine == theirs) == (meanings[0][:end] == meanings[1][:end])
 
 
-def test_blocks_without_pictures_keep_the_names_of_text():
-    found = expand("eight characters " + "<|image_pad|>" + "tail", picture(1, 1, 2))
-    assert set(block_extras(items_message(found, [picture(1, 1, 2)], CONFIG, 0), SIZE)) == {4}
+def test_blocks_without_images_keep_the_names_of_text():
+    found = expand("eight characters " + "<|image_pad|>" + "tail", image(1, 1, 2))
+    assert set(block_extras(items_message(found, [image(1, 1, 2)], CONFIG, 0), SIZE)) == {4}
 
 
-def test_a_block_of_two_pictures_names_both():
-    items = [picture(1, 1, 2), picture(2, 1, 1)]
+def test_a_block_of_two_images_names_both():
+    items = [image(1, 1, 2), image(2, 1, 1)]
     found = expand("<|image_pad|>a<|image_pad|>", *items)
     assert [placed.item for placed in found.spans] == [0, 1]
-    swapped = [picture(1, 1, 2), picture(3, 1, 1)]
+    swapped = [image(1, 1, 2), image(3, 1, 1)]
     assert names(found, items) != names(found, swapped)

@@ -10,7 +10,7 @@ from PIL import Image
 
 from nanoactor.errors import InvalidRequest
 from nanoactor.vision import structure
-from nanoactor.vision.pictures import decode, read_header
+from nanoactor.vision.image_io import decode, read_header
 
 MOST = 1 << 26
 

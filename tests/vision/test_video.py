@@ -88,7 +88,7 @@ def test_every_way_to_give_a_video_gives_its_frames(tmp_path):
     height, width = VIDEOS.fit(5, 70, 90)
     assert found[0].shape == (5, height, width, 3)
     assert all(np.array_equal(found[0], other) for other in found)
-    alone = READER._pictures.resize_image(images[3], height, width)
+    alone = READER._image_io.resize_image(images[3], height, width)
     assert np.array_equal(found[0][3], alone)
 
 
@@ -113,9 +113,9 @@ def test_names_do_not_depend_on_times_but_on_frames():
     assert READER.read(take(Video(FRAMES, fps=1))) == plain
     assert READER.read(take(FRAMES[::-1])).key != plain.key
     assert READER.read(take(FRAMES[:4])).key != plain.key
-    as_picture = RULES.read_picture(FRAMES.reshape(350, 90, 3), RULES.area({}))
-    assert as_picture.data == take(FRAMES).data
-    assert READER.read(as_picture).key != plain.key
+    as_image = RULES.read_image(FRAMES.reshape(350, 90, 3), RULES.area({}))
+    assert as_image.data == take(FRAMES).data
+    assert READER.read(as_image).key != plain.key
     cut = RULES.read_video(FRAMES, RULES.video_area({"videos_kwargs": {"max_pixels": 10240}}))
     assert READER.read(cut).key != plain.key
 
@@ -128,7 +128,7 @@ WRONG = [
     (FRAMES[0, :, :, 0], "files cannot be decoded"),
     ([FRAMES[0], FRAMES[1][:-1]], "frame 2 is RGB .69, 90.*frames must have the same form"),
     ([FRAMES[0], file(FRAMES[1])], "frame 2 is a file"),
-    ([FRAMES[0], 3], "frame 2: a picture must be"),
+    ([FRAMES[0], 3], "frame 2: an image must be"),
     (Video(FRAMES, fps=0), "fps must be a number greater than 0"),
     (Video(FRAMES, fps=10**5000), "fps must be a number greater than 0"),
     (Video(FRAMES, times=[0, 1, 2, 3, 10**400]), "must be numbers, in seconds"),
@@ -160,9 +160,9 @@ def test_frames_are_counted_before_they_are_copied():
     rules = MediaRules(IMAGES, 1 << 24, VIDEOS)
     frames = np.broadcast_to(FRAMES[:1, :1, :1], (40, 3000, 3000, 3))
     copied = []
-    take = MediaRules.read_picture
+    take = MediaRules.read_image
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(MediaRules, "read_picture", lambda *a: copied.append(1) or take(*a))
+        patch.setattr(MediaRules, "read_image", lambda *a: copied.append(1) or take(*a))
         with pytest.raises(InvalidRequest, match="more than 268435456 bytes"):
             rules.read_video(frames, rules.video_area({}))
     assert len(copied) == 1
@@ -173,13 +173,13 @@ def test_numbers_of_numpy_are_numbers():
     assert take(Video(FRAMES, fps=np.int64(2), times=None)).times == (0.25, 1.25, 2.0)
 
 
-def test_a_picture_that_many_requests_share_is_decoded_by_one_thread_at_a_time():
+def test_a_image_that_many_requests_share_is_decoded_by_one_thread_at_a_time():
     data = file(np.tile(FRAMES[0], (12, 12, 1)), "JPEG")
     for _ in range(5):
         image = Image.open(io.BytesIO(data))
         with ThreadPoolExecutor(4) as pool:
             found = list(
-                pool.map(lambda _, i=image: RULES.read_picture(i, (1024, 65536)).data, range(8))
+                pool.map(lambda _, i=image: RULES.read_image(i, (1024, 65536)).data, range(8))
             )
         assert len({bytes(one) for one in found}) == 1
 

@@ -91,7 +91,7 @@ class MixedInputs:
         """Prepare without allocating anything yet. At most `in_flight` steps may be in flight."""
         self._device, self._sizes, self._in_flight = device, sizes, in_flight
         self._prefills: dict[int, FixedInputs[Prefill[torch.Tensor]]] = {}
-        self._pictures: dict[int, FixedInputs[VisualInputs[torch.Tensor]]] = {}
+        self._images: dict[int, FixedInputs[VisualInputs[torch.Tensor]]] = {}
 
     @property
     def max_tokens(self) -> int:
@@ -109,7 +109,7 @@ class MixedInputs:
                     "rows": ((tokens,), -1),
                     "positions": ((3, tokens), 0),
                 }
-                self._pictures[tokens] = FixedInputs(
+                self._images[tokens] = FixedInputs(
                     self._device, VisualInputs, arrays, self._in_flight
                 )
             for rows in self._sizes.rows[::-1]:
@@ -121,7 +121,7 @@ class MixedInputs:
     ) -> tuple[Prefill[torch.Tensor], VisualInputs[torch.Tensor] | None]:
         """Return the device buffers from which the captured steps of this size read their inputs.
         The second buffer is None without images."""
-        visual = self._pictures[size.tokens].inputs if size.has_images else None
+        visual = self._images[size.tokens].inputs if size.has_images else None
         return self._prefills[size.tokens].inputs, visual
 
     def fit(self, update: Update) -> MixedSize | None:
@@ -139,4 +139,4 @@ class MixedInputs:
         this size read."""
         self._prefills[size.tokens].fill(update.prefill)
         if size.has_images:
-            self._pictures[size.tokens].fill(update.inputs.visual)
+            self._images[size.tokens].fill(update.inputs.visual)

@@ -1,1 +1,1 @@
-"""Optional parts of the scheduler: grammars, pictures, forking, held sequences and pooling."""
+"""Optional parts of the scheduler: grammars, images, forking, held sequences and pooling."""

@@ -21,7 +21,7 @@ reasons."""
 
 
 class Feature:
-    """Base class of all features: pictures, grammars, held sequences, forking and pooling.
+    """Base class of all features: images, grammars, held sequences, forking and pooling.
 
     A feature owns its state. The scheduler calls the hooks of every feature; a hook does nothing
     unless the feature overrides it.
@@ -49,7 +49,7 @@ class Feature:
         already running."""
 
     def plan_encoding(self, prefilling: Iterable[Sequence]) -> EncodeSlices | None:
-        """Return the slices of pictures that the next step encodes, or None. Called before the
+        """Return the slices of images that the next step encodes, or None. Called before the
         step's rows are chosen. `prefilling` lists the sequences with positions left to prefill, by
         priority, and is not empty."""
         return None

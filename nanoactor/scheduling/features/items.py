@@ -1,4 +1,4 @@
-"""Pictures and videos of live sequences: which of them need pixels, and what to encode in each
+"""Images and videos of live sequences: which of them need pixels, and what to encode in each
 step."""
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from nanoactor.scheduling.steps.planned import PlannedRow
 from nanoactor.scheduling.steps.turns import TurnBuilder
 
 
-class Pictures(Feature):
-    """Tracks all items (pictures and videos) that sequences need, from the request for pixels to
+class Images(Feature):
+    """Tracks all items (images and videos) that sequences need, from the request for pixels to
     the planned encoding."""
 
     def __init__(self, limits: EncoderLimits) -> None:
@@ -138,7 +138,7 @@ class Pictures(Feature):
         if not items.entries or (entry := items.entries[item]) is None:
             return
         items.entries[item] = None
-        if any(other is entry for other in items.entries):  # the prompt has the same picture twice
+        if any(other is entry for other in items.entries):  # the prompt has the same image twice
             return
         del entry.users[sequence.uid]
         if not entry.users:
@@ -186,7 +186,7 @@ class Pictures(Feature):
         return bool(self.pixels)
 
     def plan_encoding(self, prefilling: Iterable[Sequence]) -> EncodeSlices | None:
-        """Return the slices of pictures and videos that these sequences need next, in sequence
+        """Return the slices of images and videos that these sequences need next, in sequence
         order and within the encoder's budget per step; None if there are none."""
         if not self.entries:
             return None

@@ -1,4 +1,4 @@
-"""Requests for the pixels of pictures and videos, which vision workers decode and send to every
+"""Requests for the pixels of images and videos, which vision workers decode and send to every
 rank."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from nanoactor.scheduling.sequences.item_state import EncoderEntry
 
 
 class PixelRequests:
-    """The open requests for pixels. `Pictures` requests the pixels of an encoder-cache entry before
+    """The open requests for pixels. `Images` requests the pixels of an encoder-cache entry before
     the entry is encoded, and drops them when no sequence needs the entry any more."""
 
     def __init__(self, ranks: int) -> None:

@@ -1,4 +1,4 @@
-"""The pictures and videos of a sequence, and their entries in the encoder cache."""
+"""The images and videos of a sequence, and their entries in the encoder cache."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nanoactor.runtime.codec import copy_arrays
 
 @dataclasses.dataclass(slots=True, eq=False)
 class EncoderEntry:
-    """An entry of the encoder cache: a picture or video that live sequences need."""
+    """An entry of the encoder cache: an image or video that live sequences need."""
 
     number: int
     key: bytes
@@ -43,7 +43,7 @@ class EncoderEntry:
 
 @dataclasses.dataclass(slots=True, eq=False)
 class SequenceItems:
-    """The pictures and videos of one sequence. A *span* is a range of prompt tokens that stands for
+    """The images and videos of one sequence. A *span* is a range of prompt tokens that stands for
     consecutive rows of an item."""
 
     message: Items
@@ -81,7 +81,7 @@ class SequenceItems:
 
     def prefill_end(self, start: int, target: int) -> int:
         """Return the end (exclusive, at most `target`) of the positions from `start` on that can be
-        computed now. A range of tokens that stands for rows of a picture or video can be computed
+        computed now. A range of tokens that stands for rows of an image or video can be computed
         only once the encoding of all these rows is planned."""
         if not self.entries:
             return target

@@ -141,7 +141,7 @@ class Sequence:
     needed."""
     grammar: GrammarState | None = None
     items: SequenceItems | None = None
-    """Pictures and videos in the prompt; None if there are none."""
+    """Images and videos in the prompt; None if there are none."""
     discarded_until: int = 0
     """Number of the last step whose results are discarded because the sequence has since switched
     between free text and grammar."""
@@ -338,7 +338,7 @@ class Sequence:
     @property
     def prefill_end(self) -> int:
         """End (exclusive) of the positions that can be prefilled now: the sequence has blocks for
-        them, and the encoding of their pictures is planned."""
+        them, and the encoding of their images is planned."""
         target = min(self.target, int(self.table.capacity[self.slot]))
         return target if self.items is None else self.items.prefill_end(self.scheduled, target)
 
@@ -353,7 +353,7 @@ class Sequence:
 
     @property
     def pages(self) -> int:
-        """Number of encoder-cache pages that the sequence's pictures and videos need."""
+        """Number of encoder-cache pages that the sequence's images and videos need."""
         return 0 if self.items is None else self.items.pages
 
     @property

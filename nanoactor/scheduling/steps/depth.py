@@ -19,7 +19,7 @@ its caller. The host then takes about 2 ms per step."""
 class _Planned(Protocol):
     @property
     def is_decode_step(self) -> bool:
-        """True if the step has decode rows, computes no prompts, and encodes no pictures."""
+        """True if the step has decode rows, computes no prompts, and encodes no images."""
 
 
 class PipelineDepth:

@@ -77,11 +77,11 @@ class PlannedStep:
     decode_batch: DecodeBatch
     rows: list[PlannedRow]
     encodes: bool = False
-    """True if the step encodes any part of a picture or video."""
+    """True if the step encodes any part of an image or video."""
 
     @property
     def is_decode_step(self) -> bool:
-        """True if the step has decode rows, computes no prompts, and encodes no pictures."""
+        """True if the step has decode rows, computes no prompts, and encodes no images."""
         if not len(self.decode_batch.slots) or self.encodes:
             return False
         return all(row.may_decode for row in self.rows)

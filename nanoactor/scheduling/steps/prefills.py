@@ -117,7 +117,7 @@ class PrefillQueue:
         length = min(budget, sequence.prefill_end - start, self._max_row_length(sequence, start))
         if reading is not None:
             length = reading.clip(start, start + length) - start
-        if not length:  # a picture is not encoded yet, or there is no block
+        if not length:  # an image is not encoded yet, or there is no block
             return []
         self._table.prefill(slot, length)
         wants = 0 if reading is None else reading.read_row(start, start + length)
@@ -145,7 +145,7 @@ class PrefillQueue:
         if not shareable or _first_block_hash(head) not in self._first_block_counts:
             return False
         for sequence in self._sequences:
-            if sequence.prefill_end == sequence.scheduled:  # waits for a picture
+            if sequence.prefill_end == sequence.scheduled:  # waits for an image
                 continue
             block = sequence.scheduled // size
             shared = block < min(shareable, len(sequence.hashes))

@@ -61,8 +61,8 @@ class WaitingQueue:
 
 class WaitingQueues:
     """All waiting sequences. A sequence that waits for encoder-cache pages is *parked*, as are all
-    later sequences that need pages. Sequences with pictures therefore do not overtake each other,
-    and do not delay sequences without pictures."""
+    later sequences that need pages. Sequences with images therefore do not overtake each other,
+    and do not delay sequences without images."""
 
     def __init__(self) -> None:
         self._ready, self._parked = WaitingQueue(), WaitingQueue()

@@ -122,7 +122,7 @@ class TurnBuilder:
         self, planned: PlannedStep, grown: list[Sequence], slices: EncodeSlices | None
     ) -> None:
         """Add the plan of a step. `grown` lists the sequences that receive one more block for the
-        step, and `slices` are the parts of pictures that it encodes."""
+        step, and `slices` are the parts of images that it encodes."""
         batch, rows, leaves = planned.decode_batch, as_rows(planned.rows), _NOTHING
         if batch.version != self._sent_batch.version:
             starts = self._table.positions.by_slot - 1

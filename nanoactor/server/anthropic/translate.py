@@ -28,7 +28,7 @@ from nanoactor.server.translating import (
     content_of,
     function_tool,
     require,
-    split_pictures,
+    split_images,
     text_part,
 )
 
@@ -202,23 +202,23 @@ class _Reader:
 
     def _user(self, blocks: Sequence[Block], path: str) -> Iterator[Chat]:
         parts: list[Chat] = []
-        pictures: list[Chat] = []
+        images: list[Chat] = []
         for index, block in enumerate(blocks):
             at = f"{path}.content[{index}]"
             if block.type != "tool_result":
-                parts += [*pictures, *self._parts(block, at)]
-                pictures = []
+                parts += [*images, *self._parts(block, at)]
+                images = []
                 continue
             if parts:
                 yield _message("user", content_of(parts))
                 parts = []
-            content, hidden_pictures = split_pictures(self._result(block, at), self._options)
+            content, hidden_images = split_images(self._result(block, at), self._options)
             content = _mark_as_error(content) if block.is_error else content
             call = require(block.tool_use_id, "tool_use_id", at)
             yield {**_message("tool", content), "tool_call_id": call}
-            pictures += hidden_pictures
-        if parts or pictures or not blocks:
-            yield _message("user", content_of([*parts, *pictures]))
+            images += hidden_images
+        if parts or images or not blocks:
+            yield _message("user", content_of([*parts, *images]))
 
     def _result(self, block: Block, path: str) -> list[Chat]:
         """Convert the content nested in a block to content parts of a chat message."""

@@ -27,7 +27,7 @@ from nanoactor.server.translating import (
     content_of,
     function_tool,
     require,
-    split_pictures,
+    split_images,
     text_part,
 )
 
@@ -231,7 +231,7 @@ class _Reader:
         """Texts of the assistant message that is being assembled, by member name."""
         self._calls: list[Chat] = []
         """Tool calls of the assistant message that is being assembled."""
-        self._pictures: list[Chat] = []
+        self._images: list[Chat] = []
         """Images in tool results that the chat template cannot render inside a result."""
 
     def messages(self, items: Sequence[Item]) -> list[Chat]:
@@ -245,9 +245,9 @@ class _Reader:
         """Yield the assembled assistant message, if any, and then a user message with the images of
         tool results, if any."""
         yield from self._flush_answer()
-        if self._pictures:
-            yield {"role": "user", "content": self._pictures}
-            self._pictures = []
+        if self._images:
+            yield {"role": "user", "content": self._images}
+            self._images = []
 
     def _flush_answer(self) -> Iterator[Chat]:
         if self._texts or self._calls:
@@ -303,13 +303,13 @@ class _Reader:
     def _add(self, member: str, text: str) -> Iterator[Chat]:
         """Add text to `member` of the assistant message that is being assembled. Yield the messages
         that must precede that message, if any."""
-        if self._pictures:
+        if self._images:
             yield from self._flush()
         if text or member == "content":
             self._texts.setdefault(member, []).append(text)
 
     def _call(self, item: Item, path: str) -> Iterator[Chat]:
-        if self._pictures:
+        if self._images:
             yield from self._flush()
         name = require(item.name, "name", path)
         function = {
@@ -322,13 +322,13 @@ class _Reader:
     def _result(self, item: Item, path: str) -> Iterator[Chat]:
         yield from self._flush_answer()
         parts = self._parts(_call_output(item, path), f"{path}.output")
-        content, pictures = split_pictures(parts, self._options)
+        content, images = split_images(parts, self._options)
         yield {
             "role": "tool",
             "tool_call_id": require(item.call_id, "call_id", path),
             "content": content,
         }
-        self._pictures += pictures
+        self._images += images
 
     def _thoughts(self, item: Item) -> str:
         """Return the reasoning of an item: its text, or else the text that `seal` has encoded in

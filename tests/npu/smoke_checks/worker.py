@@ -30,9 +30,9 @@ from tests.npu.smoke_checks import (
     engines,
     environment,
     figures,
+    images,
     numbers,
     operators,
-    pictures,
 )
 from tests.npu.smoke_checks.frame import Check, Failed, Rig, Skipped, told_of
 
@@ -62,7 +62,7 @@ def all_checks(rig: Rig) -> list[Check]:
         *attention.checks(rig),
         *numbers.checks(),
         *engines.checks(rig),
-        *pictures.checks(rig),
+        *images.checks(rig),
         *collectives.checks(rig),
         *engines.fractal_checks(),
         *figures.checks(rig),

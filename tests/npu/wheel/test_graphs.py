@@ -110,7 +110,7 @@ def test_compiled_steps_have_experts(tmp_path, monkeypatch):
         pytest.param("bnsd", "reduce-overhead", marks=pytest.mark.long),
     ],
 )
-def test_compiled_steps_go_on_behind_pictures(tmp_path, monkeypatch, mode, layout):
+def test_compiled_steps_go_on_behind_images(tmp_path, monkeypatch, mode, layout):
     """Rotary positions of what follows are no longer the indices."""
     emulate(monkeypatch)
     rope = dict(rope_type="default", rope_theta=5e4, mrope_section=[24, 20, 20])

@@ -382,7 +382,7 @@ def test_chips_are_told_apart(monkeypatch, chip, newer):
 
 
 @pytest.mark.parametrize(("layout", "mode"), [("tnd", "npugraph"), ("bnsd", "eager")])
-def test_pictures_are_seen_as_on_the_cpu(tmp_path, opened, layout, mode):
+def test_images_are_seen_as_on_the_cpu(tmp_path, opened, layout, mode):
     """Encoded on `npu:0`, in slices and with text; nothing on their way waits for the device."""
     rope = dict(rope_type="default", rope_theta=5e4, mrope_section=[24, 20, 20])
     changes = dict(head_dim=128, num_attention_heads=4, num_key_value_heads=2)

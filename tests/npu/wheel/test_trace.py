@@ -306,7 +306,7 @@ TOWERS = {
 
 @pytest.mark.parametrize("size", TOWERS)
 @pytest.mark.parametrize(
-    "grids", [[Grid(1, 48, 64)], [Grid(3, 4, 6), Grid(1, 2, 2)]], ids=["picture", "video"]
+    "grids", [[Grid(1, 48, 64)], [Grid(3, 4, 6), Grid(1, 2, 2)]], ids=["image", "video"]
 )
 def test_a_tower_keeps_the_contract(size, grids):
     section = dict(depth=2, deepstack_visual_indexes=[1], **TOWERS[size])

@@ -89,7 +89,7 @@ _SUPPORTED_FIELDS = frozenset(
 )
 """Fields of `ModelConfig` that the kernel supports or does not depend on.
 
-Decode steps contain no pictures, rotations are read from tables, no sequence is longer than a
+Decode steps contain no images, rotations are read from tables, no sequence is longer than a
 window, and weights that the kernel cannot read are not passed to it.
 """
 _NEUTRAL = {"output_bias": False, "mlp_bias": False}

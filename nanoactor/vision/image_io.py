@@ -1,6 +1,6 @@
-"""Reading of encoded pictures: their headers, and their pixels as transformers reads them.
+"""Reading of encoded images: their headers, and their pixels as transformers reads them.
 
-No picture is decoded before its size has been checked. Requires Pillow, but not torch.
+No image is decoded before its size has been checked. Requires Pillow, but not torch.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ _PNG_SIGNATURE = 8
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Header:
-    """Size of a picture in pixels, after its EXIF orientation is applied."""
+    """Size of an image in pixels, after its EXIF orientation is applied."""
 
     height: int
     width: int
 
 
 def read_header(data: bytes | bytearray, max_pixels: int) -> Header:
-    """Return a picture's size without decoding the picture.
+    """Return an image's size without decoding the image.
 
-    Raises `InvalidRequest` if the format is unknown or the picture has more than `max_pixels`
+    Raises `InvalidRequest` if the format is unknown or the image has more than `max_pixels`
     pixels.
     """
     with _as_invalid_request():
@@ -47,7 +47,7 @@ def read_header(data: bytes | bytearray, max_pixels: int) -> Header:
         width, height = image.size
         if width * height > max_pixels:
             raise InvalidRequest(
-                f"the picture has {width} x {height} pixels, but at most {max_pixels} are "
+                f"the image has {width} x {height} pixels, but at most {max_pixels} are "
                 "allowed (max_image_pixels)"
             )
         orientation = (
@@ -58,21 +58,21 @@ def read_header(data: bytes | bytearray, max_pixels: int) -> Header:
 
 
 def decode(data: bytes | bytearray, height: int, width: int) -> NDArray[np.uint8]:
-    """Return the pixels of an encoded picture, uint8 (height, width, 3), turned upright and resized
+    """Return the pixels of an encoded image, uint8 (height, width, 3), turned upright and resized
     bicubically.
 
-    Raises `InvalidRequest` if the picture cannot be decoded. Call `read_header` first, because a
-    small file may contain a huge picture.
+    Raises `InvalidRequest` if the image cannot be decoded. Call `read_header` first, because a
+    small file may contain a huge image.
     """
     with _as_invalid_request():
         return _resize(upright(_open(data)), height, width)
 
 
 def upright(image: Image.Image) -> Image.Image:
-    """Return the first frame of a picture in RGB, turned according to its EXIF orientation.
+    """Return the first frame of an image in RGB, turned according to its EXIF orientation.
     Transparent pixels are placed on white.
 
-    The result does not depend on whether the picture came as bytes, as a path, or opened with
+    The result does not depend on whether the image came as bytes, as a path, or opened with
     Pillow. 16-bit grayscale keeps its 8 high bits. Raises `InvalidRequest` if the range of the
     pixel values is unknown.
     """
@@ -83,7 +83,7 @@ def upright(image: Image.Image) -> Image.Image:
         image = Image.fromarray((grey.clip(0, 0xFFFF) >> 8).astype(np.uint8))
     if image.mode in ("I", "F"):
         raise InvalidRequest(
-            f"the picture has the Pillow mode {image.mode}, whose range of values is not "
+            f"the image has the Pillow mode {image.mode}, whose range of values is not "
             "defined; convert it to RGB first"
         )
     if image.has_transparency_data:
@@ -94,7 +94,7 @@ def upright(image: Image.Image) -> Image.Image:
 
 
 def resize_image(image: Image.Image, height: int, width: int) -> NDArray[np.uint8]:
-    """Return the pixels of an already opened picture, uint8 (height, width, 3), turned upright and
+    """Return the pixels of an already opened image, uint8 (height, width, 3), turned upright and
     resized bicubically."""
     with _as_invalid_request():
         return _resize(upright(image), height, width)
@@ -111,7 +111,7 @@ def _open(data: bytes | bytearray) -> Image.Image:
         image = Image.open(io.BytesIO(data), formats=FORMATS)
     except UnidentifiedImageError:
         raise InvalidRequest(
-            f"the picture ({len(data)} bytes) is not in a supported format; the supported formats "
+            f"the image ({len(data)} bytes) is not in a supported format; the supported formats "
             f"are {', '.join(FORMATS)}"
         ) from None
     check_metadata(image.info)
@@ -132,11 +132,11 @@ def _as_invalid_request() -> Iterator[None]:
             raise
         except Exception as error:
             detail = str(error) or type(error).__name__
-            raise InvalidRequest(f"the picture cannot be decoded: {detail}") from error
+            raise InvalidRequest(f"the image cannot be decoded: {detail}") from error
 
 
 def _is_png_without_orientation(image: Image.Image, data: bytes | bytearray) -> bool:
-    """Return True if the picture is a PNG without orientation metadata.
+    """Return True if the image is a PNG without orientation metadata.
 
     The file's chunks are searched directly, because Pillow would have to decode the PNG to find
     out.

@@ -1,4 +1,4 @@
-"""Pictures of every kind have the pixels that transformers gives them, or are refused."""
+"""Images of every kind have the pixels that transformers gives them, or are refused."""
 
 import base64
 import contextlib
@@ -15,8 +15,8 @@ from PIL.PngImagePlugin import PngInfo
 
 from nanoactor.errors import InvalidRequest
 from nanoactor.models.vision.image_config import ImageConfig
-from nanoactor.vision import pictures
-from nanoactor.vision.pictures import Header, decode, read_header, resize_image, upright
+from nanoactor.vision import image_io
+from nanoactor.vision.image_io import Header, decode, read_header, resize_image, upright
 from nanoactor.vision.rules import MediaRules
 
 MOST = 1 << 22
@@ -46,7 +46,7 @@ def encoded(image, kind, **options):
 
 
 def theirs(data, height, width):
-    """By transformers: load the picture, then resize it with the processor's NumPy backend."""
+    """By transformers: load the image, then resize it with the processor's NumPy backend."""
     from transformers.image_transforms import resize
     from transformers.image_utils import ChannelDimension, load_image
 
@@ -82,7 +82,7 @@ def test_pixels_are_those_of_transformers(kind, mode, to):
 
 
 def on_white(data):
-    """A picture without what transformers drops and Qwen's own loader does not: transparency, which
+    """An image without what transformers drops and Qwen's own loader does not: transparency, which
     has a white ground, and the high bits of grey, which transformers cuts off."""
     image = Image.open(io.BytesIO(data))
     if image.mode == "I;16":
@@ -95,7 +95,7 @@ def on_white(data):
 
 
 def properties():
-    """Files with each property that a picture's file can have, by name."""
+    """Files with each property that an image's file can have, by name."""
     drawn = Image.new("RGBA", (64, 32), (0, 0, 0, 0))
     drawn.paste((0, 0, 0, 255), (5, 5, 20, 12))
     drawn.paste((200, 30, 60, 128), (30, 10, 60, 28))
@@ -130,17 +130,17 @@ def properties():
 
 
 @pytest.mark.parametrize("name", properties())
-def test_a_picture_is_the_same_whichever_way_it_comes(tmp_path, name):
+def test_a_image_is_the_same_whichever_way_it_comes(tmp_path, name):
     """As bytes, as a path, as a `data:` URL, and opened by Pillow."""
     data = properties()[name]
-    path = tmp_path / "picture"
+    path = tmp_path / "image"
     path.write_bytes(data)
     url = "data:image/png;base64," + base64.b64encode(data).decode()
     rules = MediaRules(ImageConfig(1 << 10, 1 << 20, 32, 1 / 255, (0.5,) * 3, (0.5,) * 3), MOST)
     found = []
     with Image.open(path) as opened:
         for given in (data, path, str(path), url, opened):
-            media = rules.read_picture(given, (1 << 10, 1 << 20))
+            media = rules.read_image(given, (1 << 10, 1 << 20))
             if media.form:
                 image = Image.frombytes(media.form, media.shape[::-1], media.data)
                 found.append(resize_image(image, 32, 32))
@@ -159,7 +159,7 @@ def test_numbers_without_a_range_are_refused(mode):
 
 @pytest.mark.parametrize("kind", ["JPEG", "PNG", "WEBP"])
 @pytest.mark.parametrize("orientation", range(1, 9))
-def test_pictures_are_turned_as_their_metadata_says(kind, orientation):
+def test_images_are_turned_as_their_metadata_says(kind, orientation):
     image = noise("RGB")
     exif = image.getexif()
     exif[0x0112] = orientation
@@ -185,21 +185,21 @@ def test_orientations_of_a_png_are_found_wherever_they_stand(after):
     assert (decode(data, 64, 32) == theirs(data, 64, 32)).all()
 
 
-def test_of_a_moving_picture_the_first_frame_counts():
+def test_of_a_moving_image_the_first_frame_counts():
     frames = [noise("RGB", seed=seed) for seed in range(3)]
     for kind in ("GIF", "WEBP"):
         data = encoded(frames[0], kind, save_all=True, append_images=frames[1:])
         assert (decode(data, 32, 32) == theirs(data, 32, 32)).all()
 
 
-def test_one_pixel_is_a_picture():
+def test_one_pixel_is_a_image():
     data = encoded(noise("RGB", (1, 1)), "PNG")
     assert read_header(data, MOST) == Header(1, 1)
     assert len(np.unique(decode(data, 32, 32).reshape(-1, 3), axis=0)) == 1
 
 
 @pytest.mark.parametrize("mode", ["RGB", "RGBA", "LA", "P", "L"])
-def test_opened_pictures_become_white_where_they_are_transparent(mode):
+def test_opened_images_become_white_where_they_are_transparent(mode):
     from transformers.image_transforms import convert_to_rgb
 
     image = noise(mode)
@@ -260,7 +260,7 @@ def test_a_file_that_is_cut_off_is_refused(kind, share):
 
 
 @pytest.mark.parametrize("data", [b"", b"GET / HTTP/1.1", b"%PDF-1.7", b"<svg/>", bytes(5000)])
-def test_what_is_no_picture_is_refused_with_the_known_formats(data):
+def test_what_is_no_image_is_refused_with_the_known_formats(data):
     with pytest.raises(InvalidRequest, match=r"not in a supported format; .* are JPEG, PNG"):
         read_header(data, MOST)
 
@@ -277,7 +277,7 @@ def undamaged(kind):
 
 
 @settings(max_examples=300)
-@given(st.sampled_from(pictures.FORMATS), st.integers(0, 2**32), st.integers(1, 20))
+@given(st.sampled_from(image_io.FORMATS), st.integers(0, 2**32), st.integers(1, 20))
 def test_damaged_files_give_pixels_or_the_one_error(kind, seed, changes):
     data = bytearray(undamaged(kind))
     rng = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""Pictures: the tower's attention, and the demo that reads digits."""
+"""Images: the tower's attention, and the demo that reads digits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADS = 16
 SIZES = {"2B": 64, "8B": 72}
 """Of the heads in Qwen3-VL's towers."""
 SEGMENTS = [3072, 1, 130, 130]
-"""Patches that see each other; the first are a picture of 1024 x 768 pixels."""
+"""Patches that see each other; the first are an image of 1024 x 768 pixels."""
 NUMBERS = ["7", "42", "905", "318", "60", "1", "99", "250"]
 
 
@@ -44,7 +44,7 @@ def segments(dtype: torch.dtype, rig: Rig) -> str:
 
 
 def drawn(text: str) -> Image.Image:
-    """A picture of a number."""
+    """An image of a number."""
     image = Image.new("RGB", (32 * len(text), 64), (20, 30, 90))
     font = ImageFont.load_default(30)
     ImageDraw.Draw(image).text((6, 12), text, font=font, fill=(250, 220, 90))
