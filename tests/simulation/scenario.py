@@ -332,7 +332,8 @@ def draw(seed: int) -> Scenario:
         freezes=random.Random(f"{seed} freezes").random() < 0.8,
     )
     scenario = dataclasses.replace(scenario, asks=_draw_asks(rng, scenario, traffic))
-    scenario = _with_images(random.Random(f"{seed} images"), scenario)
+    # Another name would mean other scenarios, and seeds are remembered.
+    scenario = _with_images(random.Random(f"{seed} pictures"), scenario)
     scenario = _with_answers(random.Random(f"{seed} answers"), scenario)
     scenario = _with_grammars(random.Random(f"{seed} grammars"), scenario)
     scenario = _with_free_text(random.Random(f"{seed} free"), scenario)
