@@ -8,6 +8,7 @@ import os
 import signal
 import sys
 import time
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import settings
 
 from nanoactor.runtime.recovery import DIED
+from tests.commit import commit_number
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Read when PyTorch is loaded: its threads sleep while they wait, as those of an engine's processes.
@@ -44,6 +46,16 @@ def pytest_configure(config):
 
 
 @pytest.hookimpl(tryfirst=True)
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Draw the commit's share of the tests that are marked `drawn`; the others become `long`."""
+    number = commit_number()
+    for item in items:
+        mark = item.get_closest_marker("drawn")
+        if mark is not None and zlib.crc32(f"{number} {item.nodeid}".encode()) % mark.args[0]:
+            item.add_marker(pytest.mark.long)
+
+
 def pytest_runtest_setup():
     """PyTorch's threads wait for each other, which takes forever where others use the cores.
 

@@ -47,6 +47,8 @@ from tests.models.decode_step.simulator import (
     ring_of,
 )
 
+pytestmark = pytest.mark.drawn(2)
+
 SMALL = Shape(
     layers=2,
     hidden=256,

@@ -29,6 +29,8 @@ from tests.models.decode_step.hazards import early_reads_in
 from tests.models.fp8_products_emulated import EmulatedKernels, Hang, map_of
 from tests.models.test_fp8 import assert_near, moved, packed_matrix, rounded
 
+pytestmark = pytest.mark.drawn(2)
+
 
 def later(*values):
     """A case for `make test-long`: each emulates a kernel for seconds."""

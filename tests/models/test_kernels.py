@@ -28,7 +28,7 @@ from tests.models.batches import attention_batch, words_of
 from tests.models.interpreted import InterpretedDevice
 
 # What is poisoned on purpose makes NumPy, in which the interpreter computes, warn.
-pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::RuntimeWarning"), pytest.mark.drawn(2)]
 GPU = pytest.param("cuda", marks=pytest.mark.gpu)
 SIZE = 4
 SLOTS = 9

@@ -18,6 +18,8 @@ from tests.engine.test_matrix import MATRIX, covering, loads, run
 from tests.models.checkpoints import CONFIGURATIONS, make_checkpoint
 from tests.npu.emulation import HostRuntime, emulate, emulate_everywhere, relaxed
 
+pytestmark = pytest.mark.drawn(2)
+
 __all__ = ["loads"]
 
 COVERED = sorted(covering(CONFIGURATIONS), key=str)

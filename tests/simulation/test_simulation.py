@@ -10,7 +10,6 @@ import importlib
 import inspect
 import json
 import os
-import random
 import subprocess
 import sys
 from collections import Counter
@@ -141,16 +140,14 @@ def test_a_seed_is_one_course_of_events():
 
 # Nobody goes on any more, and minutes of callers who tick on end it.
 SLOW = {"who is held keeps its place from answers to the same request"}
-# Each commit plays a third of the planted bugs, and `make test-long` all: they take three minutes.
-_count = len(MUTATIONS) // 3
-DRAWN = {m.what for m in random.Random(commit_number()).sample(MUTATIONS, _count)} - SLOW
 
 
+@pytest.mark.drawn(3)
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     "mutation",
     [
-        pytest.param(m, id=m.what, marks=() if m.what in DRAWN else pytest.mark.long)
+        pytest.param(m, id=m.what, marks=pytest.mark.long if m.what in SLOW else ())
         for m in MUTATIONS
     ],
 )

@@ -36,6 +36,8 @@ from tests.npu.recorder import Recorder
 from tests.npu.wheel.support import emulate, without_cann
 from tests.runner.steps import step_of
 
+pytestmark = pytest.mark.drawn(2)
+
 LAYOUTS = ["tnd", "bnsd"]
 MODES = ["max-autotune", "reduce-overhead"]
 CASES = [

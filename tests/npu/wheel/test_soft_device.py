@@ -31,6 +31,8 @@ from tests.npu.test_engine import kinds
 from tests.npu.wheel.soft_device import SoftRuntime
 from tests.npu.wheel.test_graphs import following, greedily
 
+pytestmark = pytest.mark.drawn(2)
+
 VARIANTS = [(layout, mode) for layout in ("tnd", "bnsd") for mode in ("npugraph", "eager")]
 LAYERS = 2
 
