@@ -260,7 +260,7 @@ def test_what_cannot_be_searched_is_refused(checkpoint):
     asyncio.run(main())
 
 
-def test_no_beam_goes_on_with_what_stands_for_a_image(tmp_path):
+def test_no_beam_goes_on_with_what_stands_for_an_image(tmp_path):
     """In the next step's prompt it would be refused; here all tokens are candidates."""
     names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
     placed = dict(zip(names, range(36, 40), strict=True))

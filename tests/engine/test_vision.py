@@ -171,7 +171,7 @@ def test_ranks_see_as_one(eyes, ranks):
 
 
 @pytest.mark.parametrize("cut", range(0, 22, 3))
-def test_a_prefix_hit_may_end_before_in_and_after_a_image(eyes, cut):
+def test_a_prefix_hit_may_end_before_in_and_after_an_image(eyes, cut):
     """The other prompt leaves the first one before, in the middle of, or behind its image."""
     seen = image(1, 4 * SIDE, 4 * SIDE)
     first = [1, 2, 3, START, IMAGE, END, 7, 8, 9]
@@ -201,7 +201,7 @@ def test_a_prefix_hit_may_end_before_in_and_after_a_image(eyes, cut):
     assert after.num_cached_tokens == most // BLOCK * BLOCK
 
 
-def test_a_image_in_many_requests_is_decoded_and_encoded_once(eyes):
+def test_an_image_in_many_requests_is_decoded_and_encoded_once(eyes):
     seen = image(3, 6 * SIDE, 6 * SIDE)
     jobs = [([n, START, IMAGE, END, n], [seen]) for n in range(8)]
 
@@ -390,7 +390,7 @@ WRONG = [
 ]
 
 
-def test_what_is_wrong_with_a_image_is_told_and_harms_nobody(eyes):
+def test_what_is_wrong_with_an_image_is_told_and_harms_nobody(eyes):
     good = ([START, IMAGE, END, 5], [image(4, 20, 20)])
 
     async def main():

@@ -93,7 +93,7 @@ def test_an_item_gives_the_same_alone_as_with_others(made):
 # -- positions ----------------------------------------------------------------------------
 
 
-def test_positions_of_a_image_are_those_that_are_known():
+def test_positions_of_an_image_are_those_that_are_known():
     positions, delta = rope_positions(12, [VisualSpan(3, 2, 3)])
     assert positions.tolist() == [
         [0, 1, 2, 3, 3, 3, 3, 3, 3, 6, 7, 8],
@@ -279,7 +279,7 @@ def test_images_are_resized_to_the_sizes_of_transformers(height, width, areas):
 
 
 @pytest.mark.parametrize("size", [(64, 64), (64, 128), (200, 16), (72, 88)], ids=str)
-def test_patches_of_a_image_are_those_of_transformers_bit_for_bit(size):
+def test_patches_of_an_image_are_those_of_transformers_bit_for_bit(size):
     height, width = image_config().fit(*size)
     pixels = np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8)
     theirs = processor()([pixels], return_tensors="pt", do_resize=False)

@@ -94,7 +94,7 @@ def test_pixels_are_wanted_once_and_again_from_another_when_their_source_leaves(
     assert book.entries == {}
 
 
-def test_a_image_goes_on_though_its_source_leaves_when_every_rank_has_it():
+def test_an_image_goes_on_though_its_source_leaves_when_every_rank_has_it():
     book = Images(LIMITS)
     one, two = sequence(4, 0, (1, 4, 6)), sequence(7, 1, (1, 4, 6))  # three parts
     matched(book, one, [1])

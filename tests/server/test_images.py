@@ -48,7 +48,7 @@ def client(server):
         yield client
 
 
-def test_an_answer_tells_what_a_image_shows(client):
+def test_an_answer_tells_what_an_image_shows(client):
     found = client.chat.completions.create(
         model="demo-vl", messages=chat(data_url(drawn("472"))), temperature=0, max_tokens=8
     )
@@ -146,7 +146,7 @@ def test_a_model_that_is_blind_takes_no_images(demo_server):
     assert "does not accept images" in found.json()["error"]["message"]
 
 
-def test_a_image_of_an_allowed_host_is_fetched():
+def test_an_image_of_an_allowed_host_is_fetched():
     """The address is that of this machine, so the test lets it pass, and nothing else does."""
     import aiohttp
 

@@ -213,7 +213,7 @@ def data(image=IMAGE, head="data:image/png;base64,"):
         "data:image/vnd.microsoft.icon; base64,",
     ],
 )  # fmt: skip
-def test_a_data_url_holds_a_image(head, no_network):
+def test_a_data_url_holds_an_image(head, no_network):
     assert loaded(data(head=head)) == IMAGE
 
 
@@ -707,7 +707,7 @@ def endless(head):
     return pour
 
 
-def test_a_image_may_be_as_large_as_is_allowed():
+def test_an_image_may_be_as_large_as_is_allowed():
     size = len(IMAGE)
     for answer in (of(IMAGE), of(IMAGE, length=False), chunked(IMAGE)):
         assert fetched({"/": answer}, max_bytes=size)[0] == IMAGE
@@ -754,7 +754,7 @@ def test_answers_that_are_not_http_are_refused(answer):
         fetched({"/": write})
 
 
-def test_a_image_that_says_it_is_too_large_is_not_waited_for():
+def test_an_image_that_says_it_is_too_large_is_not_waited_for():
     async def promise(writer):
         writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 101\r\n\r\n")
         await nothing(writer)

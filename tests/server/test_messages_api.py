@@ -315,7 +315,7 @@ def test_what_is_wrong_is_refused_by_the_name_of_its_place(extra, param):
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
-def test_a_image_for_a_model_that_sees_none_is_refused():
+def test_an_image_for_a_model_that_sees_none_is_refused():
     with pytest.raises(APIError, match="does not accept images"):
         chat([{"role": "user", "content": [IMAGE]}], Options(accepts_images=False))
 

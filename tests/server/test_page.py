@@ -502,7 +502,7 @@ def test_thoughts_and_a_servers_death_on_the_page(tmp_path, monkeypatch):
     asyncio.run(main())
 
 
-def test_a_image_is_attached_shown_and_read(tmp_path):
+def test_an_image_is_attached_shown_and_read(tmp_path):
     """A model that sees offers it; the file goes along as a data: URL, and the answer streams."""
     image = tmp_path / "digits.png"
     image.write_bytes(drawn("472"))

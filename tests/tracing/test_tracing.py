@@ -153,7 +153,7 @@ def test_arrows_follow_every_step_and_every_request_through_all_tracks(tmp_path,
             ), event
 
 
-def test_arrows_lead_from_a_image_to_the_steps_that_encode_it(tmp_path):
+def test_arrows_lead_from_an_image_to_the_steps_that_encode_it(tmp_path):
     """Of which there are several, as it is larger than a step's budget."""
 
     async def main():

@@ -130,7 +130,7 @@ def properties():
 
 
 @pytest.mark.parametrize("name", properties())
-def test_a_image_is_the_same_whichever_way_it_comes(tmp_path, name):
+def test_an_image_is_the_same_whichever_way_it_comes(tmp_path, name):
     """As bytes, as a path, as a `data:` URL, and opened by Pillow."""
     data = properties()[name]
     path = tmp_path / "image"
@@ -192,7 +192,7 @@ def test_of_a_moving_image_the_first_frame_counts():
         assert (decode(data, 32, 32) == theirs(data, 32, 32)).all()
 
 
-def test_one_pixel_is_a_image():
+def test_one_pixel_is_an_image():
     data = encoded(noise("RGB", (1, 1)), "PNG")
     assert read_header(data, MOST) == Header(1, 1)
     assert len(np.unique(decode(data, 32, 32).reshape(-1, 3), axis=0)) == 1

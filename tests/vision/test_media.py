@@ -26,7 +26,7 @@ def encoded(form="PNG"):
     return out.getvalue()
 
 
-def test_every_way_to_give_a_image_gives_its_pixels(tmp_path):
+def test_every_way_to_give_an_image_gives_its_pixels(tmp_path):
     data = encoded()
     path = tmp_path / "x.png"
     path.write_bytes(data)

@@ -23,7 +23,7 @@ def placer(pages=4, vision=CONFIG):
     return ItemPlacer(files, EncoderLimits(pages=pages, page_rows=4), encode)
 
 
-def test_a_image_gets_its_tokens():
+def test_an_image_gets_its_tokens():
     tokens, items = placer().place(PROMPT, [VisualItem(bytes(16), 2, 3)], worker=1)
     assert tokens.tolist() == [5, *[IMAGE] * 6, 6]
     assert items.worker == 1
@@ -38,7 +38,7 @@ def test_a_image_gets_its_tokens():
     ("pages", "height", "error"),
     [(4, 38, "max_model_len is 20"), (1, 5, "encoder cache, which holds 4 tokens")],
 )
-def test_a_image_without_room_is_refused(pages, height, error):
+def test_an_image_without_room_is_refused(pages, height, error):
     with pytest.raises(InvalidRequest, match=error):
         placer(pages).place(PROMPT, [VisualItem(bytes(16), height, 1)], worker=0)
 

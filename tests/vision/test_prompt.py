@@ -66,7 +66,7 @@ def processor(grids, frames_per_second=None, indices=()):
     return made, {**inputs, "video_metadata": [metadata]}
 
 
-def test_a_image_becomes_as_many_placeholders_as_it_has_rows():
+def test_an_image_becomes_as_many_placeholders_as_it_has_rows():
     made, inputs = processor([(1, 4, 6)])
     expected = f"Look: {made.replace_image_token(inputs, 0)} nice?"
     found = expand("Look: <|image_pad|> nice?", image(7, 2, 3))

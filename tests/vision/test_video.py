@@ -173,7 +173,7 @@ def test_numbers_of_numpy_are_numbers():
     assert take(Video(FRAMES, fps=np.int64(2), times=None)).times == (0.25, 1.25, 2.0)
 
 
-def test_a_image_that_many_requests_share_is_decoded_by_one_thread_at_a_time():
+def test_an_image_that_many_requests_share_is_decoded_by_one_thread_at_a_time():
     data = file(np.tile(FRAMES[0], (12, 12, 1)), "JPEG")
     for _ in range(5):
         image = Image.open(io.BytesIO(data))
