@@ -27,7 +27,7 @@ _KILL_SECONDS = 5.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class RecoveryCallbacks:
-    """What a system's owner does around a recovery; see `System.__init__`."""
+    """Functions of a system's owner that run around a recovery; see `System.__init__`."""
 
     on_cut: Callable[[Sequence[Death]], int]
     on_recovered: Callable[[], None]

@@ -156,7 +156,7 @@ def _penalize(
 
 
 def _counts(ids: torch.Tensor, is_counted: torch.Tensor) -> torch.Tensor:
-    """Return how often each of `ids`, (rows, n), occurs in its row, int64 (rows, n). Only positions
+    """Return the count of each of `ids`, (rows, n), in its row, int64 (rows, n). Only positions
     where `is_counted`, bool (rows, n), is True are counted."""
     sorted_ids = torch.where(is_counted, ids, torch.iinfo(torch.int64).max).sort(-1).values
     end = torch.searchsorted(sorted_ids, ids, right=True)

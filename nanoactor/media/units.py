@@ -80,7 +80,7 @@ class EncodeUnits:
         return self.frames * self.rows
 
     def cost(self, budget: int) -> int:
-        """Return how many output rows of a step's `budget` one unit uses."""
+        """Return the number of output rows of a step's `budget` that one unit uses."""
         return min(self.rows, budget)
 
     def rows_after(self, units: int) -> int:

@@ -20,7 +20,7 @@ def check_traces_endpoint(given: object) -> None:
 
 
 def _problem(given: object) -> str:
-    """Return what is wrong with the URL of a collector; empty if nothing is."""
+    """Return the problem with the URL of a collector; empty if there is none."""
     if not isinstance(given, str):
         return f"got {given!r:.100}"
     try:

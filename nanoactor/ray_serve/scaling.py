@@ -22,6 +22,6 @@ def by_demand(context: Any) -> tuple[int, dict[str, Any]]:
 
 
 def wanted_replicas(demand: float) -> int:
-    """Return how many replicas to run, at least 1, to meet a total demand (in fully used replicas)
-    at the target utilization."""
+    """Return the number of replicas to run, at least 1, to meet a total demand (in fully used
+    replicas) at the target utilization."""
     return max(1, math.ceil(demand / _TARGET_UTILIZATION))

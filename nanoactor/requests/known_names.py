@@ -38,7 +38,7 @@ class ForeignOption:
     """Values that are accepted because they have no effect or request what nanoactor always does.
     None is always accepted."""
     note: str = ""
-    """How the meaning differs from ours, or why the name is not supported."""
+    """Difference in meaning from our name, or the reason why the name is not supported."""
     takes: Takes = "value"
     """What follows the flag on a command line: one value, nothing, or a list of values."""
     other_flags: tuple[str, ...] = ()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 
 class RequestOutputKind(enum.Enum):
-    """What each output of a stream contains."""
+    """Content of each output of a stream."""
 
     CUMULATIVE = 0
     """All text and tokens generated so far."""

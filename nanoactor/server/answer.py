@@ -59,8 +59,8 @@ class Answer:
         """True once one of the engine requests has finished. A chat has only one request."""
 
     def count_visible_tokens(self, number: int, completion: CompletionOutput) -> int:
-        """Return how many of the new tokens in `completion` are sent to the client. `number` is the
-        index of the engine request."""
+        """Return the number of new tokens in `completion` that are sent to the client. `number` is
+        the index of the engine request."""
         choice = self.choices[number * self.choices_per_request + completion.index]
         return 0 if choice.is_muted else len(completion.token_ids)
 

@@ -232,7 +232,7 @@ class Completions:
     async def _thoughts(
         self, body: ChatRequest, messages: list[Any], options: Mapping[str, Any]
     ) -> Thoughts:
-        """Return whether the output contains reasoning: "none", "optional" (the model may start it)
+        """Return the kind of reasoning in the output: "none", "optional" (the model may start it)
         or "open". "open" means that the output starts inside the reasoning, usually because the
         prompt ends with `<think>`."""
         if body.continue_final_message:

@@ -21,7 +21,7 @@ class Health:
     status: str
     """"ok", "recovering", "stalled" or "dead"."""
     culprit: str
-    """What is wrong: the stalled actor, the processes that are being replaced, or the cause of
+    """The problem: the stalled actor, the processes that are being replaced, or the cause of
     death. Empty if the status is "ok"."""
     work_pending: bool
     step_age: float | None

@@ -66,7 +66,7 @@ class Engine(Protocol):
         request_id: str | None = None,
         priority: int = 0,
     ) -> ScoringRequestOutput:
-        """Return how well a document matches a query: a probability (from a reranker), or the
+        """Return the relevance of a document to a query: a probability (from a reranker), or the
         cosine of two embedding vectors."""
 
 

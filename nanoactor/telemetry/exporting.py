@@ -51,7 +51,7 @@ would log every lost batch and every malformed header, but we log only the first
 
 
 def _intercept_record(record: logging.LogRecord) -> bool:
-    """Return whether the SDK's loggers may log a record. Store the records of our own calls in
+    """Return True if the SDK's loggers may log a record. Store the records of our own calls in
     `_RECORDS` instead, and pass on those of other users of the SDK."""
     records = _RECORDS.get()
     if records is not None:

@@ -51,7 +51,7 @@ class Forms:
     accepts_object_arguments: bool = True
     """True if a tool call's arguments may be a JSON object (a dict)."""
     null_content: NullContent = "absent"
-    """How to represent null content: without the field, as None, or as an empty string."""
+    """Representation of null content: without the field, as None, or as an empty string."""
     supports_developer: bool = False
     """True if the template supports the role "developer"; otherwise, "system" replaces it."""
 

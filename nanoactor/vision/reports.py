@@ -15,7 +15,7 @@ _MAX_PER_MESSAGE = 256
 
 
 class VisionReports:
-    """What a vision worker actor has yet to report. Each method that begins with `pop` returns a
+    """Reports that a vision worker actor has yet to send. Each method named `pop_...` returns a
     message with as many entries as fit into it, oldest first. It may be called only if there is an
     entry."""
 

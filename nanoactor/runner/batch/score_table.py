@@ -1,4 +1,4 @@
-"""How many log-probabilities each sequence requests, stored on the runner's host."""
+"""The number of log-probabilities that each sequence requests, stored on the runner's host."""
 
 from __future__ import annotations
 

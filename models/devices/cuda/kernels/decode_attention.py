@@ -79,7 +79,7 @@ class Splits:
 
 
 def _target_extra_chunks(rows: int, kv_heads: int, device: torch.device) -> int:
-    """Return how many chunks a step should have in addition to one per row.
+    """Return the number of chunks that a step should have in addition to one per row.
 
     This is enough for four waves of programs, or three per row up to `_MAX_EXTRA_CHUNKS`, whichever
     is more.
