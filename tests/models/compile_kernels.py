@@ -65,6 +65,9 @@ def signature(kernel, kind, constants, **changes):
 
 
 def build(kernel, kind, constants, changes=None, **options):
+    if overlaps := "overlaps" in kernel.arg_names:
+        constants = {**constants, "overlaps": True}
+        options["launch_pdl"] = True
     types = signature(kernel, kind, constants, **(changes or {}))
     values = {(at,): constants[name] for at, name in enumerate(types) if name in constants}
     aligned = {
@@ -73,7 +76,10 @@ def build(kernel, kind, constants, changes=None, **options):
         if kind_.startswith("*") or name.endswith("stride")
     }
     source = ASTSource(fn=kernel, signature=types, constexprs=values, attrs=aligned)
-    return triton.compile(source, target=TARGET, options=options)
+    compiled = triton.compile(source, target=TARGET, options=options)
+    waits = compiled.asm["ptx"].count("griddepcontrol.wait")
+    assert waits == overlaps, f"{kernel.__name__} waits {waits} times for the previous kernel"
+    return compiled
 
 
 def build_by_tma(kind, variant, heads=16, size=128, block_size=64):
@@ -181,14 +187,10 @@ def build_experts(kind):
             shape = {"inputs": inputs, "offset": 0, "padded": inputs, "group": 128, "top_k": 8}
             shape |= {"block": 128, "tile": triton.next_power_of_2(inputs), "outputs": 8}
             build(kernel, kind, shape | ({} if packed else {"scales": None}), types)
-    weigh = {"hidden": 2048, "experts": 128, "outputs": 4, "inputs": 2048}
-    build(
-        routing._compute_router_logits,
-        kind,
-        weigh,
-        {"weight": "*fp32", "logits": "*fp32"},
-        num_warps=8,
-    )
+    types = {"weight": "*fp32", "logits": "*fp32"}
+    for _, rows in routing._TOKENS_PER_PROGRAM:
+        weigh = {"hidden": 2048, "experts": 128, "rows": rows, "outputs": 4, "inputs": 2048}
+        build(routing._compute_router_logits, kind, weigh, types, num_warps=8)
     choose = {"top_k": 8, "renormalize": True, "padded": 128, "padded_k": 8, "dtype": tl.bfloat16}
     build(routing._select_experts, kind, choose, PAIRS | {"logits": "*fp32"}, num_warps=1)
     align = {"experts": 128, "padded": 128, "size": 16, "chunk": 256}

@@ -17,6 +17,10 @@ import triton
 import triton.language as tl
 
 from nanoactor.models.batch import KVCache
+from nanoactor.models.devices.cuda.kernels.dependent_launch import (
+    await_previous,
+    dependent_launch,
+)
 
 _TILE = 64
 """Number of positions that a program reads at a time. Chunk lengths are multiples of it."""
@@ -105,6 +109,7 @@ def plan_splits(contexts: torch.Tensor, splits: Splits) -> None:
         tile=_TILE,
         block=triton.next_power_of_2(rows),
         num_warps=4 if rows <= 512 else 8,
+        **dependent_launch(),
     )
 
 
@@ -119,7 +124,9 @@ def _plan_splits(
     extra_chunks,
     tile: tl.constexpr,
     block: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
+    await_previous(overlaps)
     row = tl.arange(0, block)
     context = tl.load(contexts + row, mask=row < rows, other=0)
     # Rounding up adds less than one chunk per row, so there is room for all items.
@@ -186,6 +193,7 @@ def decode_attention(
         precision="ieee" if queries.dtype == torch.float32 else "tf32",
         num_warps=warps,
         num_stages=stages if queries.dtype != torch.float32 else 2,
+        **dependent_launch(),
     )
     _combine_chunks[(rows, heads)](
         contexts,
@@ -199,6 +207,7 @@ def decode_attention(
         size=size,
         padded=padded,
         num_warps=1,
+        **dependent_launch(),
     )
 
 
@@ -229,7 +238,9 @@ def _decode_chunks(
     block_size: tl.constexpr,
     tile: tl.constexpr,
     precision: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
+    await_previous(overlaps)
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
     if item >= tl.load(plan + 1):
@@ -298,7 +309,9 @@ def _combine_chunks(
     heads: tl.constexpr,
     size: tl.constexpr,
     padded: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
+    await_previous(overlaps)
     row = tl.program_id(0)
     head = tl.program_id(1)
     context = tl.load(contexts + row)

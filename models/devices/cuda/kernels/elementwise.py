@@ -8,6 +8,10 @@ import triton
 import triton.language as tl
 
 from nanoactor.models.batch import HeadTransform, KVCache
+from nanoactor.models.devices.cuda.kernels.dependent_launch import (
+    await_previous,
+    dependent_launch,
+)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -16,7 +20,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     size = x.shape[-1]
     if x.numel():
         _rms_norm[(x.numel() // size,)](
-            x, x, weight, output, output, eps, size=size, has_residual=False, **_row_config(size)
+            x,
+            x,
+            weight,
+            output,
+            output,
+            eps,
+            size=size,
+            has_residual=False,
+            **_row_config(size),
+            **dependent_launch(),
         )
     return output
 
@@ -38,6 +51,7 @@ def add_rms_norm(
             size=size,
             has_residual=True,
             **_row_config(size),
+            **dependent_launch(),
         )
     return output, total
 
@@ -58,7 +72,9 @@ def _rms_norm(
     size: tl.constexpr,
     padded: tl.constexpr,
     has_residual: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
+    await_previous(overlaps)
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, padded)
     mask = column < size
@@ -82,12 +98,13 @@ def swiglu(gate_up: torch.Tensor) -> torch.Tensor:
     if output.numel():
         block = min(1024, triton.next_power_of_2(inner))
         grid = (output.numel() // inner, triton.cdiv(inner, block))
-        _swiglu[grid](gate_up, output, inner, block=block, num_warps=4)
+        _swiglu[grid](gate_up, output, inner, block=block, num_warps=4, **dependent_launch())
     return output
 
 
 @triton.jit
-def _swiglu(gate_up, output, inner, block: tl.constexpr):
+def _swiglu(gate_up, output, inner, block: tl.constexpr, overlaps: tl.constexpr):
+    await_previous(overlaps)
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * block + tl.arange(0, block)
     mask = column < inner
@@ -115,12 +132,24 @@ def rotary(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
             half=size // 2,
             padded=triton.next_power_of_2(size // 2),
             num_warps=2,
+            **dependent_launch(),
         )
     return output
 
 
 @triton.jit
-def _rotary(x, cosines, sines, output, stride, heads, half: tl.constexpr, padded: tl.constexpr):
+def _rotary(
+    x,
+    cosines,
+    sines,
+    output,
+    stride,
+    heads,
+    half: tl.constexpr,
+    padded: tl.constexpr,
+    overlaps: tl.constexpr,
+):
+    await_previous(overlaps)
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * 8 + tl.arange(0, 8)
     dim = tl.arange(0, padded)
@@ -170,6 +199,7 @@ def norm_rotate_store(
             tokens_per_program=tokens_per_program,
             has_norms=transform.norms is not None,
             num_warps=1 if tokens_per_program == 1 else 4,
+            **dependent_launch(),
         )
     return queries
 
@@ -193,7 +223,9 @@ def _norm_rotate_store(
     padded: tl.constexpr,
     tokens_per_program: tl.constexpr,
     has_norms: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
+    await_previous(overlaps)
     head = tl.program_id(1)
     token = tl.program_id(0) * tokens_per_program + tl.arange(0, tokens_per_program)
     dim = tl.arange(0, padded)

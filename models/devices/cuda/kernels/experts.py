@@ -13,6 +13,10 @@ import triton
 import triton.language as tl
 
 from nanoactor.models.devices.cuda.kernels import experts_dense, experts_few, experts_fp8, fp8
+from nanoactor.models.devices.cuda.kernels.dependent_launch import (
+    await_previous,
+    dependent_launch,
+)
 from nanoactor.models.devices.cuda.kernels.fp8_products.experts import HopperExperts, supports
 from nanoactor.models.devices.cuda.kernels.fp8_products.launch import Kernels
 from nanoactor.models.weights.fp8 import Fp8Blocks
@@ -111,14 +115,23 @@ def _combine_experts(pair_outputs: torch.Tensor) -> torch.Tensor:
     y = pair_outputs.new_empty(tokens, hidden)
     block = min(1024, triton.next_power_of_2(hidden))
     _combine_pairs[(tokens, triton.cdiv(hidden, block))](
-        pair_outputs, y, hidden, top_k=top_k, block=block, num_warps=4
+        pair_outputs,
+        y,
+        hidden,
+        top_k=top_k,
+        block=block,
+        num_warps=4,
+        **dependent_launch(),
     )
     return y
 
 
 @triton.jit
-def _combine_pairs(pair_outputs, y, hidden, top_k: tl.constexpr, block: tl.constexpr):
+def _combine_pairs(
+    pair_outputs, y, hidden, top_k: tl.constexpr, block: tl.constexpr, overlaps: tl.constexpr
+):
     """Sum the outputs of a token's experts, from the most to the least likely one."""
+    await_previous(overlaps)
     token = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * block + tl.arange(0, block)
     total = tl.zeros([block], tl.float32)

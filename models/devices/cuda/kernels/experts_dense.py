@@ -8,6 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
+from nanoactor.models.devices.cuda.kernels.dependent_launch import (
+    await_previous,
+    dependent_launch,
+)
 from nanoactor.models.devices.cuda.kernels.routing import align_blocks
 from nanoactor.models.weights.linear import DenseExperts
 
@@ -75,6 +79,7 @@ def grouped_gemms(
         hidden=hidden,
         inner=inner,
         **options,
+        **dependent_launch(),
     )
     _project_down[(len(blocks.expert_ids), triton.cdiv(hidden, tile.outputs))](
         intermediate,
@@ -87,6 +92,7 @@ def grouped_gemms(
         hidden=hidden,
         inner=inner,
         **options,
+        **dependent_launch(),
     )
     return pair_outputs
 
@@ -105,8 +111,10 @@ def _activate(
     rows: tl.constexpr,
     outputs: tl.constexpr,
     inputs: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
     """Compute silu(gate x) * up x for one block of pairs."""
+    await_previous(overlaps)
     block = tl.program_id(0)
     expert = tl.load(expert_ids + block)
     if expert >= 0:
@@ -158,9 +166,11 @@ def _project_down(
     rows: tl.constexpr,
     outputs: tl.constexpr,
     inputs: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
     """Compute routing weight * down(...) for one block of pairs, and store each result in its
     pair's row."""
+    await_previous(overlaps)
     block = tl.program_id(0)
     expert = tl.load(expert_ids + block)
     if expert >= 0:

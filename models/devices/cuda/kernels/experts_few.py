@@ -13,6 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
+from nanoactor.models.devices.cuda.kernels.dependent_launch import (
+    await_previous,
+    dependent_launch,
+)
 from nanoactor.models.devices.cuda.kernels.fp8 import Packed, quantize_blocks
 from nanoactor.models.weights.linear import DenseExperts
 
@@ -87,6 +91,7 @@ def run_experts(
         inner,
         top_k=top_k,
         **_sizes(weights.gate_up),
+        **dependent_launch(),
     )
     _project_down[(tokens, triton.cdiv(hidden, outputs))](
         intermediate,
@@ -98,6 +103,7 @@ def run_experts(
         hidden,
         top_k=top_k,
         **_sizes(weights.down),
+        **dependent_launch(),
     )
     return y
 
@@ -182,8 +188,10 @@ def _activate(
     block: tl.constexpr,
     tile: tl.constexpr,
     outputs: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
     """Compute silu(gate x) * up x for some outputs of one pair."""
+    await_previous(overlaps)
     pair, first = tl.program_id(0), tl.program_id(1) * outputs
     expert = tl.load(ids + pair).to(tl.int64)
     weight += expert * (2 * inner * padded)
@@ -227,9 +235,11 @@ def _project_down(
     block: tl.constexpr,
     tile: tl.constexpr,
     outputs: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
     """Compute some outputs of one token, summed over its experts, from the most to the least likely
     one."""
+    await_previous(overlaps)
     token, first = tl.program_id(0), tl.program_id(1) * outputs
     total = tl.zeros([outputs, tile], tl.float32)
     for rank in tl.static_range(top_k):

@@ -9,6 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
+from nanoactor.models.devices.cuda.kernels.dependent_launch import (
+    await_previous,
+    dependent_launch,
+)
 from nanoactor.models.devices.cuda.kernels.experts_dense import Tile
 from nanoactor.models.devices.cuda.kernels.fp8 import Packed, load_scales, quantize
 from nanoactor.models.devices.cuda.kernels.routing import align_blocks
@@ -16,8 +20,8 @@ from nanoactor.models.devices.cuda.kernels.routing import align_blocks
 # (maximum mean number of pairs per expert, tile). `inputs` is unused (0), because a program reads
 # one block of inputs at a time.
 _TILES = (
-    (8, Tile(16, 64, 0, 4, 4)),
-    (32, Tile(32, 64, 0, 4, 4)),
+    (8, Tile(16, 64, 0, 4, 3)),
+    (32, Tile(32, 64, 0, 4, 3)),
 )
 _LARGEST = Tile(64, 128, 0, 8, 4)
 
@@ -56,6 +60,7 @@ def grouped_gemms(
         top_k=top_k,
         inner=inner,
         **_sizes(gate_up, tile),
+        **dependent_launch(),
     )
     rounded, scales = quantize(intermediate, down)
     _project_down[(len(blocks.expert_ids), triton.cdiv(hidden, tile.outputs))](
@@ -70,6 +75,7 @@ def grouped_gemms(
         pairs=pairs,
         hidden=hidden,
         **_sizes(down, tile),
+        **dependent_launch(),
     )
     return pair_outputs
 
@@ -104,8 +110,10 @@ def _activate(
     group: tl.constexpr,
     rows: tl.constexpr,
     outputs: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
     """Compute silu(gate x) * up x for one block of pairs."""
+    await_previous(overlaps)
     block_index = tl.program_id(0)
     expert = tl.load(expert_ids + block_index)
     if expert >= 0:
@@ -171,9 +179,11 @@ def _project_down(
     group: tl.constexpr,
     rows: tl.constexpr,
     outputs: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
     """Compute routing weight * down(...) for one block of pairs, and store each result in its
     pair's row."""
+    await_previous(overlaps)
     block_index = tl.program_id(0)
     expert = tl.load(expert_ids + block_index)
     if expert >= 0:

@@ -18,6 +18,10 @@ import triton
 import triton.language as tl
 from torch.nn import functional as F
 
+from nanoactor.models.devices.cuda.kernels.dependent_launch import (
+    await_previous,
+    dependent_launch,
+)
 from nanoactor.models.weights.fp8 import E4M3, Fp8Blocks
 from nanoactor.models.weights.whole_step import PackedMatrix
 
@@ -105,6 +109,7 @@ def quantize(x: torch.Tensor, packed: Packed) -> tuple[torch.Tensor, torch.Tenso
         block=packed.block,
         blocks_per_program=_BLOCKS_PER_PROGRAM,
         num_warps=4,
+        **dependent_launch(),
     )
     return rounded, scales
 
@@ -129,7 +134,9 @@ def _quantize(
     blocks: tl.constexpr,
     block: tl.constexpr,
     blocks_per_program: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
+    await_previous(overlaps)
     token = tl.program_id(0).to(tl.int64)
     block_index = tl.program_id(1) * blocks_per_program + tl.arange(0, blocks_per_program)
     k = block_index[:, None] * block + tl.arange(0, block)[None, :]
@@ -163,7 +170,7 @@ class Tile:
 _TILES = (
     (16, Tile(64, 16, 4, 4, 264)),
     (32, Tile(64, 32, 4, 4, 264)),
-    (64, Tile(128, 64, 4, 4, 132)),
+    (64, Tile(64, 64, 4, 4, 264)),
 )
 _LARGEST = Tile(64, 128, 4, 4, 132)
 
@@ -223,10 +230,19 @@ class TritonFp8Linear:
             tile_tokens=tile.tokens,
             num_warps=tile.warps,
             num_stages=tile.stages,
+            **dependent_launch(),
         )
         if splits > 1:
             _add_splits[(tokens, triton.cdiv(outputs, 1024))](
-                sums, self.bias, y, tokens, outputs, splits=splits, tile=1024, num_warps=4
+                sums,
+                self.bias,
+                y,
+                tokens,
+                outputs,
+                splits=splits,
+                tile=1024,
+                num_warps=4,
+                **dependent_launch(),
             )
         return y
 
@@ -260,8 +276,10 @@ def _multiply(
     blocks_per_split: tl.constexpr,
     tile_outputs: tl.constexpr,
     tile_tokens: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
     """Compute the sums of one tile over some of the blocks of inputs."""
+    await_previous(overlaps)
     t = tl.program_id(0) * tile_tokens + tl.arange(0, tile_tokens)
     j = tl.program_id(1) * tile_outputs + tl.arange(0, tile_outputs)
     split = tl.program_id(2)
@@ -295,7 +313,10 @@ def _multiply(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _add_splits(sums, bias, y, tokens, outputs, splits: tl.constexpr, tile: tl.constexpr):
+def _add_splits(
+    sums, bias, y, tokens, outputs, splits: tl.constexpr, tile: tl.constexpr, overlaps: tl.constexpr
+):
+    await_previous(overlaps)
     token = tl.program_id(0).to(tl.int64)
     j = tl.program_id(1) * tile + tl.arange(0, tile)
     mask = j < outputs

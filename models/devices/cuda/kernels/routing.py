@@ -12,10 +12,15 @@ import torch
 import triton
 import triton.language as tl
 
+from nanoactor.models.devices.cuda.kernels.dependent_launch import (
+    await_previous,
+    dependent_launch,
+)
 from nanoactor.models.weights.linear import Router
 
-_FEW_TOKENS = 16
-"""Maximum number of tokens for which each token reads the router's weights from the L2 cache."""
+_TOKENS_PER_PROGRAM = ((16, 1), (64, 4))
+"""Maximum numbers of tokens for which our kernel computes the router logits, each with the number
+of tokens that share the router's weights, which are read from the L2 cache."""
 _PAIR_CHUNKS = (256, 1024, 4096)
 """Numbers of pairs that can be read at a time. The smallest one that covers all pairs is used, or
 the largest one if none does."""
@@ -30,17 +35,21 @@ def route(x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
     topk_weights = torch.empty(tokens, top_k, dtype=torch.float32, device=x.device)
     if not tokens:
         return ids, topk_weights
-    if tokens <= _FEW_TOKENS:
+    rows = next((rows for most, rows in _TOKENS_PER_PROGRAM if tokens <= most), None)
+    if rows is not None:
         logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
-        _compute_router_logits[(tokens, triton.cdiv(experts, 4))](
+        _compute_router_logits[(triton.cdiv(tokens, rows), triton.cdiv(experts, 4))](
             x.contiguous(),
             router.weight,
             logits,
+            tokens,
             hidden=hidden,
             experts=experts,
+            rows=rows,
             outputs=4,
             inputs=min(2048, triton.next_power_of_2(hidden)),
             num_warps=8,
+            **dependent_launch(),
         )
     else:
         logits = torch.mm(x.float(), router.weight.t())
@@ -55,31 +64,40 @@ def route(x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
         padded_k=triton.next_power_of_2(top_k),
         dtype=_TRITON_DTYPES[x.dtype],
         num_warps=1,
+        **dependent_launch(),
     )
     return ids, topk_weights
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _compute_router_logits(
     x,
     weight,
     logits,
+    tokens,
     hidden: tl.constexpr,
     experts: tl.constexpr,
+    rows: tl.constexpr,
     outputs: tl.constexpr,
     inputs: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
-    """Compute one token's router logits, in float32, for some of the experts."""
-    token = tl.program_id(0).to(tl.int64)
+    """Compute the router logits of `rows` tokens, in float32, for some of the experts."""
+    await_previous(overlaps)
+    token = tl.program_id(0) * rows + tl.arange(0, rows)
+    token_offsets = token.to(tl.int64)[:, None]
+    token_mask = (token < tokens)[:, None]
     j = tl.program_id(1) * outputs + tl.arange(0, outputs)
-    total = tl.zeros([outputs], tl.float32)
+    total = tl.zeros([rows, outputs], tl.float32)
     for begin in range(0, hidden, inputs):
         i = begin + tl.arange(0, inputs)
-        values = tl.load(x + token * hidden + i, mask=i < hidden, other=0.0).to(tl.float32)
-        mask = (j[:, None] < experts) & (i[None, :] < hidden)
+        mask = token_mask & (i < hidden)[None, :]
+        values = tl.load(x + token_offsets * hidden + i[None, :], mask=mask, other=0.0)
+        mask = (j < experts)[:, None] & (i < hidden)[None, :]
         loaded = tl.load(weight + j[:, None] * hidden + i[None, :], mask=mask, other=0.0)
-        total += tl.sum(loaded * values[None, :], 1)
-    tl.store(logits + token * experts + j, total, mask=j < experts)
+        total += tl.sum(loaded[None, :, :] * values.to(tl.float32)[:, None, :], 2)
+    mask = token_mask & (j < experts)[None, :]
+    tl.store(logits + token_offsets * experts + j[None, :], total, mask=mask)
 
 
 @triton.jit
@@ -93,9 +111,11 @@ def _select_experts(
     padded: tl.constexpr,
     padded_k: tl.constexpr,
     dtype: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
     """Choose one token's most likely experts and compute their softmax weights. Of equal
     probabilities, the lower id wins."""
+    await_previous(overlaps)
     token = tl.program_id(0)
     expert = tl.arange(0, padded)
     mask = expert < experts
@@ -150,6 +170,7 @@ def align_blocks(ids: torch.Tensor, experts: int, size: int) -> Blocks:
         size=size,
         chunk=next((chunk for chunk in _PAIR_CHUNKS if pairs <= chunk), _PAIR_CHUNKS[-1]),
         num_warps=8,
+        **dependent_launch(),
     )
     return Blocks(pair_ids, expert_ids[:-1], expert_ids[-1:])
 
@@ -165,12 +186,14 @@ def _align_blocks(
     padded: tl.constexpr,
     size: tl.constexpr,
     chunk: tl.constexpr,
+    overlaps: tl.constexpr,
 ):
     """Write the pairs of one expert, in order, to its own blocks, and fill the rest of the last
     block with `pairs`.
 
     The expert of unused blocks is -1. The number of used blocks is stored after the experts.
     """
+    await_previous(overlaps)
     own_expert = tl.program_id(0)
     expert = tl.arange(0, padded)
     counts = tl.zeros([padded], tl.int32)

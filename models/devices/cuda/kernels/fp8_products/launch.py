@@ -103,10 +103,11 @@ class Kernels:
         self._variants[variant].launch(args, blocks, overlaps=True)
 
     def round(self, args: RoundArgs) -> None:
-        """Queue the rounding of activations to e4m3. Raises `DriverError` if the launch fails."""
+        """Queue the rounding of activations to e4m3. As in `multiply`, its thread blocks may start
+        early. Raises `DriverError` if the launch fails."""
         warps = args.slots * -(-args.blocks // AT_ONCE)
         blocks = min(-(-warps // (ROUNDING_THREADS // 32)), 8 * self.processors)
-        self._rounding.launch(args, blocks)
+        self._rounding.launch(args, blocks, overlaps=True)
 
 
 class ProductKernels:
