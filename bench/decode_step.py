@@ -356,13 +356,12 @@ def phases_of(trace: torch.Tensor, phases: Sequence[Phase]) -> dict[str, int]:
     marks = trace.cpu()
     layers = len(marks) - 1
     names = [f"{phase.name.lower()} {end}" for phase in phases for end in ("inputs", "end")]
-    unmarked = "combine inputs", "route inputs", "route end"
-    wanted = [i for i in range(len(names)) if names[i] not in unmarked]
-    found, last = {}, marks[: layers - 1, 2 * len(phases) - 1]
-    for index in wanted:
-        here = marks[1:layers, index]
-        found[names[index]] = int((here - last).float().median())
-        last = here
+    last = marks[: layers - 1, 2 * len(phases) - 1]
+    ends = {name: int((marks[1:layers, i] - last).float().median()) for i, name in enumerate(names)}
+    found, before = {}, 0
+    for name, end in sorted(ends.items(), key=lambda item: item[1]):
+        if end > 0:
+            found[name], before = end - before, end
     found["layer"] = int((marks[2:layers, 1] - marks[1 : layers - 1, 1]).float().median())
     head = marks[layers]
     at = 2 * len(phases)

@@ -118,7 +118,8 @@ def test_blocks_together_copy_each_box_once(model, rows):
             for _, tile, half, box in product.boxes_of(block, shape.blocks, chosen)
         ]
         each = product.tiles * product.stacked * product.boxes
-        assert len(set(boxes)) == len(boxes) == each * (chosen if phase.experts else 1)
+        copied = (chosen + 1) // 2 if product.doubled else chosen if phase.experts else 1
+        assert len(set(boxes)) == len(boxes) == each * copied
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -185,6 +186,8 @@ def test_what_has_no_kernel_says_why():
     assert "too small for 132 blocks" in shape_unsupported_reason(
         dataclasses.replace(EXPERTS, blocks=132)
     )
+    wide = dataclasses.replace(EXPERTS, packed=True, inter=2304)
+    assert "experts of 2304 in FP8" in shape_unsupported_reason(wide)
     many = Mixture(300, 2, 256, True)
     assert "2 of 300 experts" in shape_unsupported_reason(
         dataclasses.replace(EXPERTS, mixture=many)
@@ -215,20 +218,6 @@ def test_options_of_a_family_are_known_with_experts_alone():
 
     assert "does not support family_options" in why(None)
     assert why(mixture) is None
-
-
-def test_packed_experts_of_more_rows_are_left_to_operators():
-    config = config_of(dataclasses.replace(SMALL, rows=1, hidden=2048, layers=2))
-    mixture = Mixture(128, 8, 768, True)
-    for rows, packed in ((4, True), (8, False)):
-        assert (
-            step_unsupported_reason(
-                config, rows, 16, torch.bfloat16, (9, 0), 1, 132, packed, mixture
-            )
-            is None
-        )
-    why = step_unsupported_reason(config, 8, 16, torch.bfloat16, (9, 0), 1, 132, True, mixture)
-    assert "more than 4 rows of packed experts" in why
 
 
 def test_a_stopped_step_names_its_phase():
@@ -442,11 +431,7 @@ def test_the_source_computes_what_float64_does(contexts, changes):
 
 
 # What the emulated instruction rounds to e4m3 is kept as it is.
-UNROUNDED = (
-    ("half_of_float(round_to_e4m3(low))", "half_of_float(low)"),
-    ("half_of_float(round_to_e4m3(high))", "half_of_float(high)"),
-    ("  int exponent;\n", "  int exponent;\n  if (std::fabs(v) < 0x1p-14f) return 0;\n"),
-)
+UNROUNDED = (("constexpr bool UNROUNDED = false", "constexpr bool UNROUNDED = true"),)
 
 
 @needs_compiler
@@ -465,6 +450,15 @@ UNROUNDED = (
         later(
             [9, 20, 3, 5, 6, 7, 70, 8], {"small": EXPERTS, "layers": 1, "poison": True, "seed": 1}
         ),
+        # An odd number of experts, and two rows that share some.
+        later(
+            [9, 20, 3],
+            {"small": EXPERTS, "mixture": Mixture(5, 3, 256, True), "poison": True, "seed": 1},
+        ),
+        # Boxes of more than 8 units.
+        later([37, 5], {"small": EXPERTS, "mixture": Mixture(4, 2, 1280, True), "inter": 1280}),
+        # One expert.
+        later([37, 5], {"small": EXPERTS, "mixture": Mixture(1, 1, 256, True), "blocks": 2}),
         # Inputs of `down` in pieces.
         later(
             [10 + 7 * i for i in range(8)],
@@ -573,7 +567,7 @@ def test_scores_that_are_no_numbers_choose_experts_that_exist():
 @needs_compiler
 def test_a_producer_that_never_hears_of_the_choice_says_so():
     shape, weights, inputs, caches = case([40], small=EXPERTS)
-    edit = ("if (k.lane == 0) barrier_arrive(address_of(&choice.listed));", "")
+    edit = ("if (thread_index() == 0) barrier_arrive(address_of(&choice.listed));", "")
     step = Emulated(shape, weights, caches, inputs, (edit,))
     assert not step()
     first, block = (int(word) & 0xFFFFFFFF for word in step.status)
@@ -618,15 +612,16 @@ USUAL += [("30b-a3b", 1), ("30b-a3b-fp8", 8)]
     ],
 )
 def test_most_sizes_compile_without_spills(compiler, tmp_path, model, rows):
+    """In FP8, some registers that are rarely used are spilt: tensor cores need many."""
     shape = real(model, rows)
     made = nvrtc.compile_source(source_of(shape), KERNEL)
     assert made.cubin[:4] == b"\x7fELF"
     # What a thread begins with; consumers take more, which no `trap` must undo.
     assert made.registers == 168
-    least = 80 if shape.mixture is not None and rows <= 2 else 0
-    assert made.bytes_of("spill stores") <= least
-    assert made.bytes_of("spill loads") <= 2 * least
-    assert made.bytes_of("stack frame") <= least
+    most = 256 if shape.packed else 0
+    assert made.bytes_of("spill stores") <= most
+    assert made.bytes_of("spill loads") <= 2 * most
+    assert made.bytes_of("stack frame") <= most
     assert not early_reads_in(made, tmp_path)
 
 
@@ -639,9 +634,9 @@ SPILLING = itertools.product(REAL, (3, 4))
 def test_few_bytes_are_spilt_with_three_or_four_rows(compiler, tmp_path, model, rows):
     made = nvrtc.compile_source(source_of(real(model, rows)), KERNEL)
     assert made.registers == 168
-    more = 60 if model.endswith("fp8") or "a3b" in model else 0
-    assert made.bytes_of("spill stores") <= 104 + more
-    assert made.bytes_of("spill loads") <= 232 + 2 * more
+    most = (256, 640) if model.endswith("fp8") else (104, 232)
+    assert made.bytes_of("spill stores") <= most[0]
+    assert made.bytes_of("spill loads") <= most[1]
     assert not early_reads_in(made, tmp_path)
 
 

@@ -35,6 +35,7 @@ struct Warp {
 struct Meeting { int count = 0, round = 0; };
 struct Block {
   u8* shared;
+  std::vector<float> unrounded;
   std::vector<Warp> warps;
   Meeting whole, consumers;
   int threads;
@@ -112,7 +113,6 @@ template <class Join> static u32 of_lanes(u32 value, Join join) {
 }
 DEVICE u32 greatest_of_lanes(u32 value) { return of_lanes(value, [](u32 a, u32 b) { return a > b ? a : b; }); }
 DEVICE u32 least_of_lanes(u32 value) { return of_lanes(value, [](u32 a, u32 b) { return a < b ? a : b; }); }
-DEVICE u32 bits_of_lanes(u32 value) { return of_lanes(value, [](u32 a, u32 b) { return a | b; }); }
 DEVICE int count_bits(u32 bits) { return __builtin_popcount(bits); }
 template <class T> DEVICE T shuffle_xor(T value, int mask) { return shuffle(value, (now->thread & 31) ^ mask); }
 
@@ -144,6 +144,7 @@ DEVICE uint4 load16(const void* p) {
   memcpy(&v, p, 16);
   return v;
 }
+DEVICE uint4 load16_cached(const void* p) { return load16(p); }
 DEVICE void prefetch(const void*) {}
 DEVICE void prefetch_map(const TensorMap*) {}
 
@@ -284,18 +285,6 @@ DEVICE void mma_upper(float& c0, float& c1, u32 a0, u32 a2, u32 b0, u32 b1) {
   c0 = c[0];
   c1 = c[1];
 }
-static float float_of_half(u32 bits) {
-  if ((bits & 0x7c00) == 0x7c00) return NAN;  // there are no infinities here
-  const float size = std::ldexp((bits & 0x3ff) + (bits & 0x7c00 ? 1024 : 0), (bits & 0x7c00 ? (bits >> 10 & 31) : 1) - 25);
-  return bits & 0x8000 ? -size : size;
-}
-static u32 half_of_float(float v) {  // of numbers that e4m3 has
-  if (v != v) return 0x7e00;
-  if (v == 0) return std::signbit(v) ? 0x8000 : 0;
-  int exponent;
-  const float size = std::frexp(std::fabs(v), &exponent);
-  return (v < 0 ? 0x8000 : 0) | (exponent + 14) << 10 | (u32)((size * 2 - 1) * 1024);
-}
 static float round_to_e4m3(float v) {
   if (v != v) return v;
   const float size = std::fmin(std::fabs(v), 448.f);
@@ -303,36 +292,6 @@ static float round_to_e4m3(float v) {
   const float step = std::ldexp(1.f, exponent - 3);
   return std::copysign(std::nearbyint(size / step) * step, v);
 }
-DEVICE u32 round_pair(float low, float high) {
-  return half_of_float(round_to_e4m3(low)) | half_of_float(round_to_e4m3(high)) << 16;
-}
-static u32 half_of_e4m3(u32 bits) {
-  if ((bits & 0x7f) == 0x7f) return 0x7e00;
-  const float size = bits & 0x78 ? std::ldexp(8.f + (bits & 7), (int)(bits >> 3 & 15) - 10) : std::ldexp(bits & 7, -9);
-  return half_of_float(bits & 0x80 ? -size : size);
-}
-DEVICE uint2 unpack(u32 four) {
-  return {half_of_e4m3(four & 0xff) | half_of_e4m3(four >> 8 & 0xff) << 16,
-          half_of_e4m3(four >> 16 & 0xff) | half_of_e4m3(four >> 24) << 16};
-}
-DEVICE void mma_halves(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  const u32 mine[6] = {a0, a1, a2, a3, b0, b1};
-  const u32(*all)[6] = exchange(mine, 6);
-  const int lane = now->thread & 31, g = lane / 4, t = lane % 4;
-  for (int i = 0; i < 4; ++i)
-    for (int k = 0; k < 16; ++k) {
-      const int of = k % 8 / 2, far = k / 8, column = 2 * t + i % 2, shift = k % 2 * 16;
-      c[i] += float_of_half(all[g * 4 + of][far * 2 + i / 2] >> shift & 0xffff) *
-              float_of_half(all[column * 4 + of][4 + far] >> shift & 0xffff);
-    }
-}
-DEVICE void mma_halves_upper(float& c0, float& c1, u32 a0, u32 a2, u32 b0, u32 b1) {
-  float c[4] = {c0, c1, 0, 0};
-  mma_halves(c, a0, 0, a2, 0, b0, b1);
-  c0 = c[0];
-  c1 = c[1];
-}
-
 static u32 e4m3_of(float v) {
   const u32 sign = std::signbit(v) ? 0x80 : 0;
   if (v != v) return 0x7f;
@@ -342,6 +301,15 @@ static u32 e4m3_of(float v) {
   return sign | (exponent + 7) << 3 | (u32)(std::ldexp(size, 3 - exponent) - 8);
 }
 DEVICE u32 round_to_bytes(float low, float high) { return e4m3_of(low) | e4m3_of(high) << 8; }
+// With UNROUNDED, products read what was given to be rounded.
+constexpr bool UNROUNDED = false;
+DEVICE void put_rounded(u32 at, const float2 (&v)[4], float factor) {
+  for (int i = 0; i < 8; ++i) {
+    const float value = (i % 2 ? v[i / 2].y : v[i / 2].x) * factor;
+    now->block->shared[at + i] = e4m3_of(value);
+    if (UNROUNDED) now->block->unrounded[at + i] = value;
+  }
+}
 DEVICE u32 transpose(u32 two) {
   const u32(*all)[6] = exchange(&two, 1);
   const int lane = now->thread & 31, g = lane / 4, t = lane % 4;
@@ -352,25 +320,31 @@ DEVICE void max_shared(u32 at, u32 value) {
   u32* held = (u32*)(now->block->shared + at);
   if (value > *held) *held = value;
 }
-static float number_of_e4m3(u32 bits) { return float_of_half(half_of_e4m3(bits)); }
+static float number_of_e4m3(u32 bits) {
+  if ((bits & 0x7f) == 0x7f) return NAN;
+  const float size = bits & 0x78 ? std::ldexp(8.f + (bits & 7), (int)(bits >> 3 & 15) - 10) : std::ldexp(bits & 7, -9);
+  return bits & 0x80 ? -size : size;
+}
+DEVICE void or_shared(u32 at, u32 value) { *(u32*)(now->block->shared + at) |= value; }
 DEVICE u64 operand_at(u32 at) { return at / 16; }
 template <int COUNT> DEVICE void pin(float (&)[COUNT]) {}
 DEVICE void begin_products() {}
 DEVICE void await_products() { yield(); }
-static float operand(u64 of, int row, int k) {
+static float operand(u64 of, int row, int k, bool unrounded = false) {
   static float numbers[256];
   static bool known = false;
   for (int i = 0; !known && i < 256; ++i) numbers[i] = number_of_e4m3(i);
   known = true;
-  const u32 at = of * 16 + row * 128 + k;
-  return numbers[now->block->shared[at ^ (at >> 7 & 7) << 4]];
+  u32 at = of * 16 + row * 128 + k;
+  at ^= (at >> 7 & 7) << 4;
+  return unrounded ? now->block->unrounded[at] : numbers[now->block->shared[at]];
 }
 template <int COUNT> DEVICE void multiply(float (&c)[COUNT], u64 a, u64 b, int adds) {
   const int lane = now->thread & 31, g = lane / 4, t = lane % 4, warp = now->thread / 32 % 4;
   for (int i = 0; i < COUNT; ++i) {
     const int row = 16 * warp + g + i / 2 % 2 * 8, column = 8 * (i / 4) + 2 * t + i % 2;
     if (!adds) c[i] = 0;
-    for (int k = 0; k < 32; ++k) c[i] += operand(a, row, k) * operand(b, column, k);
+    for (int k = 0; k < 32; ++k) c[i] += operand(a, row, k) * operand(b, column, k, UNROUNDED);
   }
 }
 

@@ -48,6 +48,7 @@ extern "C" int run_step(const Args* args, u32 seed) {
   for (int b = 0; b < BLOCKS; ++b) {
     blocks[b].shared = (u8*)aligned_alloc(1024, 233472);
     memset(blocks[b].shared, 0xff, 233472);
+    if (UNROUNDED) blocks[b].unrounded.resize(233472);
     blocks[b].warps.resize(threads / 32);
     blocks[b].threads = threads;
     for (int t = 0; t < threads; ++t) {

@@ -31,7 +31,6 @@ template <class T> DEVICE T shuffle_xor(T value, int mask) { return __shfl_xor_s
 template <class T> DEVICE T shuffle(T value, int lane) { return __shfl_sync(~0u, value, lane); }
 DEVICE u32 greatest_of_lanes(u32 value) { return __reduce_max_sync(~0u, value); }
 DEVICE u32 least_of_lanes(u32 value) { return __reduce_min_sync(~0u, value); }
-DEVICE u32 bits_of_lanes(u32 value) { return __reduce_or_sync(~0u, value); }
 DEVICE int count_bits(u32 bits) { return __popc(bits); }
 
 // Programmatic dependent launch: a kernel starts before the previous one has ended. The previous
@@ -90,6 +89,12 @@ DEVICE uint4 load16(const void* p) {
   uint4 v;
   asm volatile("ld.global.L1::no_allocate.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
+  return v;
+}
+// The same for data that several warps read.
+DEVICE uint4 load16_cached(const void* p) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
   return v;
 }
 DEVICE void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
@@ -196,36 +201,18 @@ DEVICE void mma_upper(float& c0, float& c1, u32 a0, u32 a2, u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%5}, {%7,%8}, {%0,%1,%9,%9};"
       : "+f"(c0), "+f"(c1), "=f"(c2), "=f"(c3) : "r"(a0), "r"(0), "r"(a2), "r"(b0), "r"(b1), "f"(0.f));
 }
-// Rounds two floats to e4m3 and returns them as fp16, which is exact, with `low` in the low half.
-DEVICE u32 round_pair(float low, float high) {
-  u32 r;
-  asm("{ .reg .b16 p; cvt.rn.satfinite.e4m3x2.f32 p, %1, %2; cvt.rn.f16x2.e4m3x2 %0, p; }"
-      : "=r"(r) : "f"(high), "f"(low));
-  return r;
-}
-// Converts four e4m3 numbers to fp16.
-DEVICE uint2 unpack(u32 four) {
-  uint2 r;
-  asm("{ .reg .b16 l, h; mov.b32 {l, h}, %2; cvt.rn.f16x2.e4m3x2 %0, l; cvt.rn.f16x2.e4m3x2 %1, h; }"
-      : "=r"(r.x), "=r"(r.y) : "r"(four));
-  return r;
-}
-// mma() and mma_upper() with fp16 operands.
-DEVICE void mma_halves(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]) : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-DEVICE void mma_halves_upper(float& c0, float& c1, u32 a0, u32 a2, u32 b0, u32 b1) {
-  [[maybe_unused]] float c2, c3;
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%5}, {%7,%8}, {%0,%1,%9,%9};"
-      : "+f"(c0), "+f"(c1), "=f"(c2), "=f"(c3) : "r"(a0), "r"(0), "r"(a2), "r"(b0), "r"(b1), "f"(0.f));
-}
 
 // Rounds two floats to e4m3, with `low` in the low byte.
 DEVICE u32 round_to_bytes(float low, float high) {
   u16 r;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(r) : "f"(high), "f"(low));
   return r;
+}
+// Multiplies eight floats by `factor`, rounds them to e4m3, and stores them at an address in shared memory.
+DEVICE void put_rounded(u32 at, const float2 (&v)[4], float factor) {
+  const u32 low = round_to_bytes(v[0].x * factor, v[0].y * factor) | round_to_bytes(v[1].x * factor, v[1].y * factor) << 16;
+  const u32 high = round_to_bytes(v[2].x * factor, v[2].y * factor) | round_to_bytes(v[3].x * factor, v[3].y * factor) << 16;
+  asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(at), "r"(low), "r"(high) : "memory");
 }
 // Lane (g, t) = (lane / 4, lane % 4) passes elements (g, 2t) and (g, 2t + 1) of an 8 x 8 matrix of 16-bit
 // numbers, and gets elements (2t, g) and (2t + 1, g).
@@ -236,6 +223,9 @@ DEVICE u32 transpose(u32 two) {
 }
 DEVICE void max_shared(u32 at, u32 value) {
   asm volatile("red.shared.max.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory");
+}
+DEVICE void or_shared(u32 at, u32 value) {
+  asm volatile("red.shared.or.b32 [%0], %1;" ::"r"(at), "r"(value) : "memory");
 }
 
 // -- products of 128 threads ------------------------------------------------------------------
@@ -269,6 +259,9 @@ DEVICE void await_products() {
 #define FROM_32                                                                                                  \
   "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58," \
   "%59,%60,%61,%62,%63"
+MULTIPLY("8", 4, "%0,%1,%2,%3", "%4", "%5", "%6", C4(0))
+MULTIPLY("16", 8, FROM_0, "%8", "%9", "%10", C4(0), C4(4))
+MULTIPLY("32", 16, FROM_0 "," FROM_8, "%16", "%17", "%18", C16(0))
 MULTIPLY("64", 32, FROM_0 "," FROM_8 "," FROM_16, "%32", "%33", "%34", C16(0), C16(16))
 MULTIPLY("128", 64, FROM_0 "," FROM_8 "," FROM_16 "," FROM_32, "%64", "%65", "%66", C16(0), C16(16), C16(32), C16(48))
 #undef MULTIPLY

@@ -386,7 +386,7 @@ DEVICE void keep_softmax(const Consumer& k, Attention& m, Softmax& f) {
     for (int h = 0; h < HALVES; ++h)
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
-        float4* to = (float4*)(k.work + (k.warp * GROUP_HEADS + g) * HEAD_DIM + h * 64 + (2 * t + n) * 8);
+        float4* to = (float4*)(k.partials + (k.warp * GROUP_HEADS + g) * HEAD_DIM + h * 64 + (2 * t + n) * 8);
         to[0] = float4{f.out[h][0][0][n], f.out[h][0][1][n], f.out[h][1][0][n], f.out[h][1][1][n]};
         to[1] = float4{f.out[h][2][0][n], f.out[h][2][1][n], f.out[h][3][0][n], f.out[h][3][1][n]};
       }
@@ -419,7 +419,7 @@ DEVICE Part combine_warps(const Consumer& k, const Attention& m, const Segment& 
 #pragma unroll
   for (int w = 0; w <= WARPS; ++w) {
     if (w == WARPS && !s.has_new) break;
-    const float* from = w < WARPS ? k.work + (w * GROUP_HEADS + head) * HEAD_DIM + dim : m.fresh[1] + dim;
+    const float* from = w < WARPS ? k.partials + (w * GROUP_HEADS + head) * HEAD_DIM + dim : m.fresh[1] + dim;
     const float fade = exp2_of(m.tops[w][head] - part.top);
     part.sum += fade * m.sums[w][head];
     part.first += fade * from[0];

@@ -13,7 +13,12 @@ struct Choice {
   u32 set[EXPERTS / 32 + 1];      // a bit for each expert that any row has chosen
   int count;                      // number of experts that any row has chosen
   int experts[MOST_LISTED];       // the experts that any row has chosen, in ascending order
-  u8 pairs[MOST_LISTED * 8];      // pair of each listed expert and row; NO_PAIR if the row has not chosen it
+  alignas(8) u8 pairs[MOST_LISTED * 8];      // pair of each listed expert and row; NO_PAIR if the row has not chosen it
   int chosen[PAIRS];              // the expert of each pair
   float shares[PAIRS];
+  u8 ranks[PAIRS];                // the index of each pair's expert in the list
+  // The pairs that each warp group multiplies in FP8 down projections, in the order of experts:
+  // the expert's index in the list, times 256, plus the pair.
+  int part_pairs[2];              // how many there are
+  u16 parts[2][PAIRS];
 };

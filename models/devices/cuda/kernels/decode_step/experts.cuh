@@ -101,8 +101,10 @@ DEVICE void choose_experts(const Consumer& k, Choice& choice, int row) {
       if (k.lane + 32 * i == taken) keys[i] = 0;
   }
   if (k.lane < CHOSEN) {
-    choice.chosen[row * CHOSEN + k.lane] = expert;
-    choice.shares[row * CHOSEN + k.lane] = widen((u16)pack(share / (NORMALIZES ? sum : all), 0));
+    const int pair = row * CHOSEN + k.lane;
+    choice.chosen[pair] = expert;
+    choice.shares[pair] = widen((u16)pack(share / (NORMALIZES ? sum : all), 0));
+    or_shared(address_of(&choice.set[expert / 32]), 1u << expert % 32);
   }
 }
 
@@ -113,36 +115,51 @@ DEVICE int rank_of(const Choice& choice, int expert) {
   return rank;
 }
 
-// Lists the experts that any row has chosen, with one warp. Afterwards, the producer continues.
-DEVICE void list_experts(const Consumer& k, Choice& choice) {
-#pragma unroll 1
-  for (int i = 0; i < EXPERTS_OF_LANE; ++i) {
-    u32 bits = 0;
-    for (int pair = k.lane; pair < PAIRS; pair += 32)
-      if (choice.chosen[pair] / 32 == i) bits |= 1u << choice.chosen[pair] % 32;
-    bits = bits_of_lanes(bits);
-    if (k.lane == 0) choice.set[i] = bits;
-  }
-  if (EXPERTS % 32 == 0 && k.lane == 0) choice.set[EXPERTS / 32] = 0;
-  for (int i = k.lane; i < MOST_LISTED * 8; i += 32) choice.pairs[i] = NO_PAIR;
-  sync_warp();
-#pragma unroll 1
-  for (int expert = k.lane; expert < EXPERTS; expert += 32)
-    if (choice.set[expert / 32] >> k.lane & 1) choice.experts[rank_of(choice, expert)] = expert;
-#pragma unroll 1
-  for (int pair = k.lane; pair < PAIRS; pair += 32)
-    choice.pairs[rank_of(choice, choice.chosen[pair]) * 8 + pair / CHOSEN] = pair;
-  if (k.lane == 0) choice.count = rank_of(choice, EXPERTS);
-  sync_warp();
-  if (k.lane == 0) barrier_arrive(address_of(&choice.listed));
+// Clears the previous layer's choice. Called before a barrier that precedes the next choice.
+DEVICE void clear_choice(Choice& choice) {
+  for (int i = thread_index(); i < MOST_LISTED * 8; i += THREADS) choice.pairs[i] = NO_PAIR;
+  if (thread_index() <= EXPERTS / 32) choice.set[thread_index()] = 0;
+  if (thread_index() < 2) choice.part_pairs[thread_index()] = 0;
 }
 
+// Lists the experts that any row has chosen.
+DEVICE void list_experts(Choice& choice) {
+  for (int expert = thread_index(); expert < EXPERTS; expert += THREADS)
+    if (choice.set[expert / 32] >> expert % 32 & 1) choice.experts[rank_of(choice, expert)] = expert;
+  for (int pair = thread_index(); pair < PAIRS; pair += THREADS) {
+    const int rank = rank_of(choice, choice.chosen[pair]);
+    choice.ranks[pair] = rank;
+    choice.pairs[rank * 8 + pair / CHOSEN] = pair;
+  }
+  if (thread_index() == 0) choice.count = rank_of(choice, EXPERTS);
+}
+
+// Orders the pairs for FP8 down projections.
+DEVICE void order_pairs(Choice& choice) {
+  constexpr int GROUPS = PRODUCTS[DOWN].doubled ? 2 : 1;
+  for (int pair = thread_index(); pair < PAIRS; pair += THREADS) {
+    const int rank = choice.ranks[pair], group = rank % GROUPS;
+    int before = 0, all = 0;
+    for (int other = 0; other < PAIRS; ++other) {
+      const int theirs = choice.ranks[other];
+      if (theirs % GROUPS != group) continue;
+      all += 1;
+      before += theirs < rank || (theirs == rank && other < pair);
+    }
+    choice.parts[group][before] = rank << 8 | pair;
+    choice.part_pairs[group] = all;
+  }
+}
+
+// Chooses the experts of all rows. Afterwards, the producer continues.
 DEVICE void choose(const Consumer& k, Choice& choice) {
   perhaps_delay();
   for (int row = k.warp; row < ROWS; row += WARPS) choose_experts(k, choice, row);
-  if (ROWS > 1) sync_consumers<THREADS>();
-  if (k.warp == 0) list_experts(k, choice);
   sync_consumers<THREADS>();
+  list_experts(choice);
+  sync_consumers<THREADS>();
+  if (thread_index() == 0) barrier_arrive(address_of(&choice.listed));
+  if (PRODUCTS[DOWN].packed && ROWS > 1) order_pairs(choice);  // read behind several barriers
 }
 
 // -- products ---------------------------------------------------------------------------------
@@ -169,10 +186,17 @@ template <int P>
 DEVICE void run_experts(Consumer& k) {
   constexpr Product p = PRODUCTS[P];
   const u32 target = k.target + ARRIVED_X2 * BLOCKS;
+  clear_choice(*k.choice);
   receive<P, true>(k, Source{k.a.x2, k.flag + X2}, 0, target, k.a.layers[k.layer].norm2);
+  mark(k.a, k.layer, ROUTE, 0);
   publish_scores(k);
   choose(k, *k.choice);
+  mark(k.a, k.layer, ROUTE, 1);
   const int tiles = tiles_of(p.tiles * k.choice->count, block_index());
+  if (TRACE && tiles > 0) {
+    k.ring.wait_full(k.a, k.ring.at, k.where(P));
+    mark(k.a, k.layer, P, 0);
+  }
   multiply<P>(k, 0, tiles, [&](int tile, int i, int row, int pair, float* sums) {
     const int number = block_index() + tile * BLOCKS, line = k.choice->pairs[number / p.tiles * 8 + row];
     if (line == NO_PAIR) return;

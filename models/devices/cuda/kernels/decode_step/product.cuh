@@ -7,14 +7,14 @@
 // inputs in a product is arbitrary.
 //
 // In FP8, rows are rounded to e4m3 as they are received, with a scale for each row and unit
-// (arXiv:2412.19437, section 3.3.2). Both factors are multiplied as fp16, which represents every
-// e4m3 number exactly, and the sums of a unit are scaled before they are added.
+// (arXiv:2412.19437, section 3.3.2). packed.cuh multiplies them.
 
 struct Consumer {
   const Args& a;
   Ring ring;
   u32 xs;         // shared address of the rows: ROWS rows of PITCH columns of bf16
-  float* work;    // two groups of sums, or attention's partial results
+  float* work;    // two groups of sums
+  float* partials;  // attention's partial results, where the rows are if blocks synchronize between phases
   float* squares; // [ROWS][WARPS]: sums of squares by the warps of a row
   float* scales;  // [ROWS][XS_SCALES]: scales of the rows' units, with PACKED
   float* scores;  // [ROWS][WARPS][SCORED]: scores of this block's experts by the warps of a row
@@ -34,8 +34,8 @@ constexpr int warps_of_line(int lines) { return lines == 1 ? 8 : lines == 2 ? 4 
 constexpr int WARPS_OF_ROW = warps_of_line(ROWS);
 
 // A phase's inputs in shared memory. There is one line for each row; or one line for each pair of a
-// row and an expert that it has chosen, followed by a line of zeros for rows that have not chosen
-// an expert.
+// row and an expert that it has chosen, followed in bf16 by a line of zeros for rows that have not
+// chosen an expert.
 template <int P>
 struct Lines {
   static constexpr bool OF_PAIRS = EXPERTS > 0 && P == DOWN;
@@ -100,6 +100,14 @@ DEVICE void receive_blocks(const Consumer& k, uint4 (&v)[N], const Source& from,
   }
 }
 
+// Returns the address of a 16-byte chunk of a unit of a line in e4m3, in the layout that packed.cuh
+// multiplies.
+template <int P>
+DEVICE u32 packed_at(const Consumer& k, int line, int unit, int chunk) {
+  const int n = Lines<P>::OF_PAIRS ? unit : unit * PACKED_ROWS + line;
+  return k.xs + (Lines<P>::OF_PAIRS ? line * PAIR_BYTES : 0) + n * 128 + (chunk ^ n % 8) * 16;
+}
+
 DEVICE float2 both_of(u32 v) { return float2{low_of(v), high_of(v)}; }
 // Like weigh(), without rounding.
 DEVICE float2 weigh_exactly(u32 x, u32 weight, float& squares) {
@@ -109,10 +117,8 @@ DEVICE float2 weigh_exactly(u32 x, u32 weight, float& squares) {
 }
 
 // Stores eight columns of each of N blocks, rounded to e4m3 by the largest number of the unit,
-// which is spread over 16 lanes. Only `count` of the blocks exist. Within a unit, columns are in
-// the order in which load_packed() reads them: the first eight of a thread's chunk t, its last
-// eight, then the same of chunk t + 4, each 64 bytes after the previous. Every operation runs for
-// all blocks before the next operation, to hide its latency.
+// which is spread over 16 lanes. Only `count` of the blocks exist. Every operation runs for all
+// blocks before the next operation, to hide its latency.
 template <int P, int N>
 DEVICE void keep_rounded(const Consumer& k, const float2 (&v)[N][4], int row, int first, int count) {
   float largest[N];
@@ -125,30 +131,31 @@ DEVICE void keep_rounded(const Consumer& k, const float2 (&v)[N][4], int row, in
   for (int lanes = 8; lanes; lanes >>= 1)
 #pragma unroll
     for (int i = 0; i < N; ++i) largest[i] = greater(largest[i], shuffle_xor(largest[i], lanes));
-  // A unit is half of a block of 256 columns.
-  const int part = k.lane % 16, chunk = part / 2;
-  const u32 within = chunk / 4 * 128 + part % 2 * 64 + chunk % 4 * 16;
+  const int part = k.lane % 16;  // a unit is half of a block of 256 columns
 #pragma unroll
   for (int i = 0; i < N; ++i)
     if (i < count) {
       const int unit = (first + i * Lines<P>::WARPS_OF) * 2 + k.lane / 16;
-      const float scale = greater(largest[i] * (1.f / 448.f), 1e-14f), inverse = inverse_of(scale);
-      const uint4 rounded = {
-          round_pair(v[i][0].x * inverse, v[i][0].y * inverse), round_pair(v[i][1].x * inverse, v[i][1].y * inverse),
-          round_pair(v[i][2].x * inverse, v[i][2].y * inverse), round_pair(v[i][3].x * inverse, v[i][3].y * inverse)};
-      put_shared16(k.xs + row * Lines<P>::PITCH * 2 + unit * 256 + within, rounded);
+      const float scale = greater(largest[i] * (1.f / 448.f), 1e-14f);
+      put_rounded(packed_at<P>(k, row, unit, part / 2) + part % 2 * 8, v[i], inverse_of(scale));
       if (part == 0) k.scales[row * Lines<P>::SCALES + unit] = scale;
     }
 }
 
-// Stores the inputs of rows that have not chosen an expert.
+// Stores the inputs, in bf16, of rows that have not chosen an expert.
 template <int P>
 DEVICE void keep_zeros(const Consumer& k) {
   using Of = Lines<P>;
   for (int i = thread_index(); i < (Of::PITCH - 32) / 8; i += THREADS)
     put_shared16(k.xs + Of::COUNT * Of::PITCH * 2 + i * 16, uint4{0, 0, 0, 0});
-  if (PRODUCTS[P].packed)
-    for (int i = thread_index(); i < Of::SCALES; i += THREADS) k.scales[Of::COUNT * Of::SCALES + i] = 0;
+}
+
+// Loads the router's weights for this block's experts into the L1 cache, where all warps find them.
+DEVICE void touch_router(const Consumer& k) {
+  for (int i = thread_index(); i < SCORED * HIDDEN / 32; i += THREADS) {
+    const int expert = block_index() + i / (HIDDEN / 32) * BLOCKS;
+    if (expert < EXPERTS) load16_cached(k.a.layers[k.layer].router + (u64)expert * HIDDEN + i % (HIDDEN / 32) * 32);
+  }
 }
 
 // Adds the products of eight columns of a row and the router's weights for this block's experts to
@@ -159,7 +166,7 @@ DEVICE void add_scores(const Consumer& k, float (&scores)[SCORED], const float2 
     const int expert = block_index() + n * BLOCKS;
     if (expert >= EXPERTS) continue;
     const float* at = k.a.layers[k.layer].router + (u64)expert * HIDDEN + column;
-    const uint4 low = load16(at), high = load16(at + 4);
+    const uint4 low = load16_cached(at), high = load16_cached(at + 4);
     scores[n] += x[0].x * from_bits(low.x) + x[0].y * from_bits(low.y) + x[1].x * from_bits(low.z) +
                  x[1].y * from_bits(low.w) + x[2].x * from_bits(high.x) + x[2].y * from_bits(high.y) +
                  x[3].x * from_bits(high.z) + x[3].y * from_bits(high.w);
@@ -177,7 +184,7 @@ DEVICE void receive(Consumer& k, const From& from, int piece, u32 target, const 
   using Of = Lines<P>;
   constexpr bool SCORES_TOO = EXPERTS > 0 && P == GATE_UP;
   constexpr int EACH = (MOST / 256 + Of::WARPS_OF - 1) / Of::WARPS_OF;  // blocks of 256 columns per warp
-  constexpr int MOST_AT_ONCE = ROWS <= 2 ? 2 : 4;  // as registers allow
+  constexpr int MOST_AT_ONCE = ROWS <= 2 ? 2 : PACKED ? 8 : 4;  // as registers allow
   constexpr int N = EACH < MOST_AT_ONCE ? EACH : MOST_AT_ONCE;
   const int first = piece * (MOST / 256);
   const int blocks = p.pieces == 1 ? MOST / 256 : (p.columns / 256 - first < MOST / 256 ? p.columns / 256 - first : MOST / 256);
@@ -188,6 +195,7 @@ DEVICE void receive(Consumer& k, const From& from, int piece, u32 target, const 
     for (int i = 0; i < N; ++i)
       if (mine + i * Of::WARPS_OF < blocks) weight[i] = load16(norm + (mine + i * Of::WARPS_OF) * 256 + k.lane * 8);
   }
+  if (SCORES_TOO) touch_router(k);
   perhaps_delay();
   if (piece > 0)
     sync_consumers<THREADS>();
@@ -258,7 +266,8 @@ DEVICE void receive(Consumer& k, const From& from, int piece, u32 target, const 
         if (k.lane == 0) k.scores[(row * WARPS + mine) * SCORED + n] = scores[n];
       }
   }
-  if constexpr (Of::OF_PAIRS) keep_zeros<P>(k);
+  if constexpr (Of::OF_PAIRS && !p.packed) keep_zeros<P>(k);
+  if constexpr (p.packed) fence_copies();  // tensor cores read shared memory as the copy engine does
   sync_consumers<THREADS>();
   mark(k.a, k.layer, P, 0);
 }
@@ -280,18 +289,14 @@ struct Inputs { uint4 upper[2], lower[2]; };
 // A tile's sums, separate for both chunks, so that the two products need not wait for each other.
 struct Sums { float near[4], far[4]; };
 
-// Location of a thread's inputs: the lines of rows g and g + 8, at its first chunk, and their scales.
-struct Where {
-  u32 upper, lower;
-  const float *upper_scales, *lower_scales;
-};
+// Location of a thread's inputs: the lines of rows g and g + 8, at its first chunk.
+struct Where { u32 upper, lower; };
 
 template <int P>
 DEVICE Where line_of(const Consumer& k, int upper, int lower = 0) {
   using Of = Lines<P>;
   const u32 chunk = k.lane % 4 * 16;
-  return Where{k.xs + upper * Of::PITCH * 2 + chunk, k.xs + lower * Of::PITCH * 2 + chunk,
-               k.scales + upper * Of::SCALES, k.scales + lower * Of::SCALES};
+  return Where{k.xs + upper * Of::PITCH * 2 + chunk, k.xs + lower * Of::PITCH * 2 + chunk};
 }
 
 // Returns the location of the rows. Rows that do not exist may have any line.
@@ -335,64 +340,12 @@ DEVICE void multiply_unit(const Consumer& k, Sums& c, const Inputs& x, u32 unit)
   multiply_add(c.far, x.upper[1], x.lower[1], far);
 }
 
-// The same as Inputs for FP8: a thread has the activations of 128 columns, and rows have scales.
-struct PackedInputs {
-  uint4 upper[4], lower[4];
-  float upper_scale, lower_scale;
-};
-
-DEVICE PackedInputs load_packed(const Where& from, int unit) {
-  PackedInputs x;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    x.upper[i] = get_shared16(from.upper + unit * 256 + i * 64);
-    if (ROWS > 8) x.lower[i] = get_shared16(from.lower + unit * 256 + i * 64);
-  }
-  x.upper_scale = from.upper_scales[unit];
-  x.lower_scale = ROWS > 8 ? from.lower_scales[unit] : 0;
-  return x;
-}
-
-// Multiplies eight columns, whose weights are two words.
-DEVICE void multiply_add_packed(float (&c)[4], const uint4& x, const uint4& below, u32 first, u32 second) {
-  const uint2 low = unpack(first), high = unpack(second);
-  if (ROWS > 8) {
-    mma_halves(c, x.x, below.x, x.y, below.y, low.x, low.y);
-    mma_halves(c, x.z, below.z, x.w, below.w, high.x, high.y);
-  } else {
-    mma_halves_upper(c[0], c[1], x.x, x.y, low.x, low.y);
-    mma_halves_upper(c[0], c[1], x.z, x.w, high.x, high.y);
-  }
-}
-
-DEVICE void multiply_packed_unit(const Consumer& k, Sums& c, const PackedInputs& x, u32 unit, float scale) {
-  const int row = tile_row(k.lane / 4);
-  const u32 at = unit + row * 128 + ((k.lane % 4) ^ row) * 16;
-  const uint4 near = get_shared16(at), far = get_shared16(at ^ 64);
-  Sums own = {};
-  multiply_add_packed(own.near, x.upper[0], x.lower[0], near.x, near.y);
-  multiply_add_packed(own.far, x.upper[2], x.lower[2], far.x, far.y);
-  multiply_add_packed(own.near, x.upper[1], x.lower[1], near.z, near.w);
-  multiply_add_packed(own.far, x.upper[3], x.lower[3], far.z, far.w);
-#pragma unroll
-  for (int i = 0; i < (ROWS > 8 ? 4 : 2); ++i)
-    c.near[i] += (own.near[i] + own.far[i]) * (scale * (i < 2 ? x.upper_scale : x.lower_scale));
-}
-
 // Multiplies unit `unit` of the boxes in `slots` by unit `input` of the input lines.
-template <int P, int N>
+template <int N>
 DEVICE void multiply_tiles(const Consumer& k, Sums (&c)[N], const int (&slots)[N], int unit, int input, const Where& from) {
-  constexpr Product p = PRODUCTS[P];
-  if constexpr (p.packed) {
-    const PackedInputs x = load_packed(from, input);
+  const Inputs x = load_inputs(from, input);
 #pragma unroll
-    for (int j = 0; j < N; ++j)
-      multiply_packed_unit(k, c[j], x, k.ring.data + slots[j] * SLOT + unit * TILE_UNIT, k.ring.scales[slots[j] * UNITS + unit]);
-  } else {
-    const Inputs x = load_inputs(from, input);
-#pragma unroll
-    for (int j = 0; j < N; ++j) multiply_unit(k, c[j], x, k.ring.data + slots[j] * SLOT + unit * TILE_UNIT);
-  }
+  for (int j = 0; j < N; ++j) multiply_unit(k, c[j], x, k.ring.data + slots[j] * SLOT + unit * TILE_UNIT);
 }
 
 // Stores this warp's sums of a tile. With `add`, they are added to those of earlier pieces.
@@ -432,7 +385,7 @@ DEVICE void take_tiles(Consumer& k, float* sums) {
 #pragma unroll
   for (int i = 0; i < (p.box + WARPS - 1) / WARPS; ++i) {
     const int unit = k.warp + i * WARPS;
-    if (p.box % WARPS == 0 || unit < p.box) multiply_tiles<P>(k, c, slots, unit, unit, from);
+    if (p.box % WARPS == 0 || unit < p.box) multiply_tiles(k, c, slots, unit, unit, from);
   }
 #pragma unroll
   for (int j = 0; j < N; ++j) free_slot(k);
@@ -451,7 +404,7 @@ DEVICE void take_box(Consumer& k, Sums (&c)[1], int box, int input, const Where&
 #pragma unroll
   for (int i = 0; i < (p.box + WARPS - 1) / WARPS; ++i) {
     const int unit = k.warp + i * WARPS;
-    if (unit < p.box && unit < units) multiply_tiles<P>(k, c, slots, unit, input + unit, from);
+    if (unit < p.box && unit < units) multiply_tiles(k, c, slots, unit, input + unit, from);
   }
   free_slot(k);
 }
@@ -471,13 +424,17 @@ DEVICE void take_boxes(Consumer& k, int piece, float* sums) {
 
 template <int P>
 DEVICE void take_experts(Consumer& k, float* sums);
+template <int P>
+DEVICE void take_packed_group(Consumer& k, int count, int piece, float* sums);
 
 // Multiplies `count` tiles of a group. Gate and up tiles are counted separately.
 template <int P>
 DEVICE void take_group(Consumer& k, int count, int piece, float* sums) {
   constexpr Product p = PRODUCTS[P];
   int i = 0;
-  if constexpr (Lines<P>::OF_PAIRS) {
+  if constexpr (p.packed) {
+    take_packed_group<P>(k, count, piece, sums);
+  } else if constexpr (Lines<P>::OF_PAIRS) {
 #pragma unroll 1
     for (; i < count; ++i) take_experts<P>(k, sums + i * TILE_FLOATS);
   } else if (p.boxes == 1) {

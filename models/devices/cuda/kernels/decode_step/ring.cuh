@@ -25,6 +25,11 @@ struct Cursor {
       parity ^= 1;
     }
   }
+  // Returns the position `slots` later, which is less than a round.
+  DEVICE Cursor later(int slots) const {
+    const bool wraps = slot + slots >= SLOTS;
+    return Cursor{wraps ? slot + slots - SLOTS : slot + slots, parity ^ wraps};
+  }
 };
 
 struct Ring {
@@ -140,11 +145,32 @@ struct Producer {
 #pragma unroll 1
     for (int i = 0; i < tiles; ++i)
 #pragma unroll 1
-      for (int n = 0; n < count; ++n) {
-        const int first = get_shared4(choice.experts + n) * p.tiles + block_index() + i * BLOCKS;
+      for (int n = 0; n < count; n += 1 + p.doubled) {
+        const int tile = block_index() + i * BLOCKS, first = get_shared4(choice.experts + n) * p.tiles + tile;
+        if (p.doubled) {
+          const bool both = n + 1 < count;
+          send_two(p, map, scales, first, both ? get_shared4(choice.experts + n + 1) * p.tiles + tile : -1, where);
+        } else {
 #pragma unroll 1
-        for (int box = 0; box < p.boxes; ++box) send(p, map, scales, first * 8, box, where, 0);
+          for (int box = 0; box < p.boxes; ++box) send(p, map, scales, first * 8, box, where, 0);
+        }
       }
+  }
+
+  // Copies the boxes of one or two tiles into the halves of the next slot.
+  DEVICE void send_two(const Product& p, const TensorMap* map, const float* scales, int tile, int other, int where) {
+    ring.wait_empty(a, where);
+    bound_flight(p.flight, where);
+    const u32 bar = ring.full + 8 * ring.at.slot;
+    barrier_expect(bar, (other < 0 ? 1 : 2) * (p.box * TILE_UNIT + UNITS / 2 * 4));
+#pragma unroll 1
+    for (int half = 0; half < (other < 0 ? 1 : 2); ++half) {
+      const int from = half ? other : tile, unit = half * (UNITS / 2);
+      copy_line(address_of(ring.scales + ring.at.slot * UNITS + unit), scales + from * UNITS, UNITS / 2 * 4, bar);
+      copy_box(ring.data + ring.at.slot * SLOT + unit * TILE_UNIT, map, from * 8, 0, bar);
+    }
+    ring.at.next();
+    ++sent;
   }
 
   // Copies the matrices of all phases that have one, in the table's order.

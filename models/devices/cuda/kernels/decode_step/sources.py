@@ -9,8 +9,8 @@ from nanoactor.models.devices.cuda.kernels.decode_step.table import Shape, const
 from nanoactor.models.devices.cuda.kernels.nvrtc import MACHINE_SOURCE
 
 PARTS = (
-    "arguments.cuh", "handover.cuh", "choice.cuh", "ring.cuh", "product.cuh", "attention.cuh",
-    "experts.cuh", "step.cu",
+    "arguments.cuh", "handover.cuh", "choice.cuh", "ring.cuh", "product.cuh", "packed.cuh",
+    "attention.cuh", "experts.cuh", "step.cu",
 )  # fmt: skip
 KERNEL = "decode_step"
 

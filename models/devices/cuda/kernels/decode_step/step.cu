@@ -22,9 +22,9 @@ struct Shared {
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "table.py reserves too little");
 static_assert(GROUP_HEADS <= WARPS && HEAD_DIM % 64 == 0 && HIDDEN % 256 == 0 && BLOCK_SIZE % 16 == 0, "");
-constexpr int WORK_FLOATS_NEEDED =
-    2 * GROUP_FLOATS > WARPS * GROUP_HEADS * HEAD_DIM ? 2 * GROUP_FLOATS : WARPS * GROUP_HEADS * HEAD_DIM;
-static_assert(WORK_FLOATS_NEEDED * 4 <= WORK_BYTES, "table.py reserves too little");
+static_assert(2 * GROUP_FLOATS * 4 <= WORK_BYTES, "table.py reserves too little");
+static_assert(WARPS * GROUP_HEADS * HEAD_DIM * 4 <= (FLAGGED ? WORK_BYTES : XS_BYTES), "table.py reserves too little");
+static_assert(WORK_BYTES % 1024 == 0 && XS_BYTES % 1024 == 0, "swizzled inputs would not be aligned");
 
 // -- phases -----------------------------------------------------------------------------------
 
@@ -213,10 +213,12 @@ DEVICE void end_step(const Args& a, Shared& m) {
   }
 }
 
-DEVICE void consume(const Args& a, Shared& m, Ring ring, float* work, u32 xs) {
+DEVICE void consume(const Args& a, Shared& m, Ring ring, float* work, float* inputs) {
   const int thread = thread_index();
   const u32 step = a.control->step;
-  Consumer k{a, ring, xs, work, m.squares, m.input_scales, m.scores, &m.choice, step * STEP_FLAGS, 0, 0, thread / 32, thread % 32};
+  // With flagged words, a warp may store rows while others still read the partial results.
+  float* partials = FLAGGED ? work : inputs;
+  Consumer k{a, ring, address_of(inputs), work, partials, m.squares, m.input_scales, m.scores, &m.choice, step * STEP_FLAGS, 0, 0, thread / 32, thread % 32};
   for (int i = thread; i < 8 * QUERY_PITCH; i += THREADS) m.attention.queries[i] = 0;
   if (k.warp == 0) {
     make_plan(a, m.plan, k.lane);
@@ -259,5 +261,5 @@ extern "C" __global__ void __launch_bounds__(THREADS + 128, 1) decode_step(const
     return;
   }
   if (!FIXED_REGISTERS) more_registers<232>();
-  consume(a, m, ring, (float*)(memory + SLOTS * SLOT), address_of(memory + SLOTS * SLOT + WORK_BYTES));
+  consume(a, m, ring, (float*)(memory + SLOTS * SLOT), (float*)(memory + SLOTS * SLOT + WORK_BYTES));
 }

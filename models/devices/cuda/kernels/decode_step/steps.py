@@ -51,10 +51,6 @@ Measured on an H200 with contexts of 1,024 tokens (docs/gpu_measurements.md): in
 rows take 5.51 ms with the kernel and 5.43 ms with operators, and 8 rows take 4.63 and 5.32 ms. In a
 0.6B model, 16 rows take 1.32 and 1.72 ms.
 """
-_PACKED_EXPERTS_MAX_ROWS = 4
-"""Maximum number of rows for which the kernel is faster if experts are packed. Measured on an H200
-with 30B-A3B in FP8: 4 rows take 3.95 ms with the kernel and 4.47 ms with operators, 8 rows 6.12 and
-5.87 ms."""
 _SLOWDOWN = "decode steps with few rows run operator by operator, which takes up to twice as long"
 
 
@@ -121,10 +117,6 @@ def step_unsupported_reason(
         return f"{ranks} ranks share the model"
     if rows > _WIDE_MAX_ROWS and config.hidden_size >= _WIDE_HIDDEN_SIZE:
         return f"operators are as fast with more than {_WIDE_MAX_ROWS} rows at this hidden_size"
-    if mixture is not None and packed and rows > _PACKED_EXPERTS_MAX_ROWS:
-        return (
-            f"operators are faster with more than {_PACKED_EXPERTS_MAX_ROWS} rows of packed experts"
-        )
     # If layers have experts, the family's own options concern only the experts.
     supported_fields = (
         _SUPPORTED_FIELDS if mixture is None else _SUPPORTED_FIELDS | {"family_options"}

@@ -38,6 +38,11 @@ _MIN_SLOTS, _MAX_SLOTS = 4, 12
 _MAX_WHOLE_INPUT_BYTES, _MAX_PIECE_BYTES = 100 << 10, 64 << 10
 """Maximum size in bytes of inputs that are read as a whole, and of the pieces in which larger
 inputs are read."""
+_MAX_PACKED_PIECE_BYTES = 32 << 10
+"""Maximum size in bytes of inputs in FP8 that are read at a time. While a block reads a piece, its
+ring buffer fills."""
+_UNITS_AT_ONCE = 8
+"""Number of units of an FP8 tile that one instruction multiplies."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -128,6 +133,11 @@ class Product:
     """Dimension along which the experts' matrices are concatenated, as in `Phase.experts`."""
 
     @property
+    def doubled(self) -> bool:
+        """True if a slot of the ring buffer has the boxes of two experts, one in each half."""
+        return self.experts == "inputs" and self.packed and self.box <= _UNITS_AT_ONCE
+
+    @property
     def scales(self) -> int:
         """Number of scales of all matrices: `UNITS` for each tile and box; 0 for a bfloat16
         matrix."""
@@ -146,20 +156,26 @@ class Product:
     def boxes_of(
         self, block: int, blocks: int, active_experts: int = 1
     ) -> Iterator[tuple[int, int, int, int]]:
-        """Yield (piece, tile of the block, matrix of the stack, box) for each box that a thread
-        block reads, in the order in which boxes are copied.
+        """Yield (piece, tile of the block, matrix of the stack, box) for each slot of the ring
+        buffer that a thread block fills, in the order in which boxes are copied.
 
-        `active_experts` is the number of experts that the rows have chosen.
+        `active_experts` is the number of experts that the rows have chosen. A slot usually has one
+        box.
         """
+        experts = active_experts if self.experts == "inputs" else 1
+        if self.doubled:
+            experts = -(-experts // 2)
         for piece in range(self.pieces):
             first_box = piece * self.piece_boxes
             end = min(self.boxes, first_box + self.piece_boxes)
             for tile in range(self.tiles_of(block, blocks, active_experts)):
                 for matrix in range(self.stacked):
-                    for box in range(
-                        first_box, end * (active_experts if self.experts == "inputs" else 1)
-                    ):
+                    for box in range(first_box, end * experts):
                         yield piece, tile, matrix, box
+
+
+def _whole_instructions(units: int) -> int:
+    return -(-units // _UNITS_AT_ONCE) * _UNITS_AT_ONCE
 
 
 NO_PRODUCT = Product(0, 1, 0, 64, 0, 0, 0, 1)
@@ -266,9 +282,17 @@ class Shape:
         return -(-self.hidden // 8 // self.blocks)
 
 
+def packed_rows(shape: Shape) -> int:
+    """Return the number of rows of inputs in FP8 in shared memory, a power of two. It is at least
+    the number of rows."""
+    return 1 << (shape.rows - 1).bit_length()
+
+
 def _max_whole_columns(shape: Shape) -> int:
     """Return the maximum number of input columns that are read as a whole, not in pieces."""
     widest = max(shape.hidden, shape.width, shape.inter)
+    if shape.packed:
+        return max(shape.hidden, _MAX_PACKED_PIECE_BYTES // packed_rows(shape))
     if 2 * shape.rows * widest <= _MAX_WHOLE_INPUT_BYTES:
         return widest
     return max(shape.hidden, _MAX_PIECE_BYTES // (2 * shape.rows))
@@ -284,6 +308,8 @@ def product_of(shape: Shape, phase: Phase) -> Product:
     columns, unit = getattr(shape, phase.columns), UNIT_BYTES if packed else UNIT_BYTES // 2
     boxes = -(-columns // (UNITS * unit))
     box = -(-columns // unit // boxes)
+    if packed and boxes > 1:
+        box = _whole_instructions(box)
     max_columns = _max_whole_columns(shape)
     piece_boxes, pieces = boxes, 1
     if columns > max_columns and phase.experts != "inputs":
@@ -308,7 +334,11 @@ class Layout:
 
     group: int
     input_columns: int
-    """Number of input columns that are stored for each row."""
+    """Number of input columns that are stored in bfloat16 for each row."""
+    packed_columns: int
+    """Number of input columns that are stored in FP8 for each row; 0 if no matrix is in FP8."""
+    pair_bytes: int
+    """Size in bytes of the FP8 inputs of a pair of a row and an expert; 0 if there are none."""
     inputs: int
     work: int
     rest: int
@@ -328,21 +358,34 @@ def layout_of(shape: Shape) -> Layout:
     if any(product.pieces > 1 for product in products):
         group = max(group, -(-shape.hidden_tiles // 2))
     row_products = [p for p in products if p.experts != "inputs"]
-    columns = max(min(p.columns, p.piece_boxes * p.box * p.unit) for p in row_products)
-    inputs = shape.rows * (columns + 32) * 2
-    if shape.pairs:  # a line for each pair, and one of zeros
-        inputs = max(inputs, (shape.pairs + 1) * (shape.inter + 32) * 2)
+    columns = max(
+        min(p.columns, p.piece_boxes * p.box * p.unit) for p in row_products if not p.packed
+    )
+    packed = [p.piece_boxes * _whole_instructions(p.box) for p in row_products if p.packed]
+    packed_columns = UNIT_BYTES * max(packed, default=0)
+    inputs = max(shape.rows * (columns + 32) * 2, packed_rows(shape) * packed_columns)
+    pair_bytes = 0
+    for product in products:
+        if product.experts == "inputs" and product.packed:
+            pair_bytes = product.boxes * _whole_instructions(product.box) * UNIT_BYTES
+            inputs = max(inputs, shape.pairs * pair_bytes)
+        elif product.experts == "inputs":  # a line for each pair, and one of zeros
+            inputs = max(inputs, (shape.pairs + 1) * (shape.inter + 32) * 2)
+    inputs = -(-inputs // 1024) * 1024
     sums = 2 * group * WARPS * shape.rows * 8 * 4
-    work = max(sums, WARPS * shape.heads // shape.kv_heads * shape.head_dim * 4)
+    partials = WARPS * shape.heads // shape.kv_heads * shape.head_dim * 4
+    work, inputs = (
+        (max(sums, partials), inputs) if shape.has_flags else (sums, max(inputs, partials))
+    )
     attention = 16 * (shape.head_dim + 32) + 8 * shape.head_dim + 64 * (WARPS + 1)
     rest = 20 * _MAX_SLOTS + shape.rows * (WARPS * 4 + shape.hidden_tiles * 32 + 16) + attention
     if shape.packed:  # scales of the ring's boxes, and of the inputs
-        rest += 4 * UNITS * _MAX_SLOTS + 4 * input_scales(shape, columns)
+        rest += 4 * UNITS * _MAX_SLOTS + 4 * input_scales(shape, packed_columns)
     if shape.mixture is not None:  # scores of the rows, and their chosen experts
-        rest += 4 * shape.rows * WARPS * scored_experts(shape) + 24 * shape.pairs + 64
+        rest += 4 * shape.rows * WARPS * scored_experts(shape) + 40 * shape.pairs + 80
     rest = (rest + 448) // 16 * 16
     slots = min(_MAX_SLOTS, (SHARED_LIMIT - inputs - work - rest) // SLOT_BYTES)
-    return Layout(group, columns, inputs, work, rest, slots)
+    return Layout(group, columns, packed_columns, pair_bytes, inputs, work, rest, slots)
 
 
 def scored_experts(shape: Shape) -> int:
@@ -355,7 +398,7 @@ def input_scales(shape: Shape, columns: int) -> int:
     """Return the number of scales in shared memory for inputs of up to `columns` columns; 0 if the
     matrices are in bfloat16."""
     row_scales = shape.rows * (columns // UNIT_BYTES + 1)
-    return max(row_scales, (shape.pairs + 1) * (shape.inter // UNIT_BYTES + 1)) * shape.packed
+    return max(row_scales, shape.pairs * (shape.inter // UNIT_BYTES + 1)) * shape.packed
 
 
 def _experts_unsupported_reason(shape: Shape) -> str | None:
@@ -369,6 +412,8 @@ def _experts_unsupported_reason(shape: Shape) -> str | None:
             f"{mixture.top_k} of {mixture.experts} experts exceed the maximum of {_MAX_TOP_K} "
             f"of {_MAX_EXPERTS}"
         )
+    if shape.packed and shape.inter > UNITS * UNIT_BYTES:
+        return f"experts of {shape.inter} in FP8 are larger than {UNITS * UNIT_BYTES}"
     if mixture.top_k * shape.inter < 8 * shape.blocks:
         return f"{mixture.top_k} experts of {shape.inter} are too small for {shape.blocks} blocks"
     return None
@@ -429,7 +474,7 @@ def _enumerators(shape: Shape) -> Iterator[str]:
 def _products(shape: Shape) -> Iterator[str]:
     yield "struct Product {"
     yield "  int tiles, stacked, columns, unit, box, boxes, piece_boxes, pieces;"
-    yield "  bool packed;"
+    yield "  bool packed, doubled;"
     yield "  int flight;       // boxes on their way at most"
     yield "  int scales, map;  // where the matrix's scales begin; its map's number"
     yield "};"
@@ -447,7 +492,13 @@ def _products(shape: Shape) -> Iterator[str]:
             product.piece_boxes,
             product.pieces,
         )
-        rest = int(product.packed), _max_boxes_in_flight(shape, product), scales, maps
+        rest = (
+            int(product.packed),
+            int(product.doubled),
+            _max_boxes_in_flight(shape, product),
+            scales,
+            maps,
+        )
         yield f"  {{{', '.join(map(str, (*geometry, *rest)))}}},  // {phase.name}"
         maps += phase.matrix is not None
         scales += product.scales
@@ -460,7 +511,7 @@ def _max_boxes_in_flight(shape: Shape, product: Product) -> int:
     is_narrow = shape.hidden <= 1536
     boxes = shape.in_flight or ((4 if shape.packed else 2) if is_narrow else 3)
     if product.experts is not None:  # their boxes may be small
-        boxes = -(-boxes * UNITS // product.box)
+        boxes = -(-boxes * UNITS // (product.box * (1 + product.doubled)))
     return min(boxes, layout_of(shape).slots)
 
 
@@ -488,8 +539,10 @@ def constants(shape: Shape) -> str:
         "TOGETHER": 4 if shape.rows <= 8 else 2,
         "SLOTS": layout.slots,
         "XS_COLUMNS": layout.input_columns,
-        "XS_SCALES": layout.input_columns // UNIT_BYTES + 1 if shape.packed else 0,
-        "ALL_SCALES": input_scales(shape, layout.input_columns),
+        "XS_SCALES": layout.packed_columns // UNIT_BYTES + 1 if shape.packed else 0,
+        "ALL_SCALES": input_scales(shape, layout.packed_columns),
+        "PACKED_ROWS": packed_rows(shape),
+        "PAIR_BYTES": layout.pair_bytes,
         "EXPERTS": mixture.experts if mixture else 0,
         "CHOSEN": mixture.top_k if mixture else 1,
         "PAIRS": max(1, shape.pairs),

@@ -1,0 +1,265 @@
+// Products with FP8 matrices.
+//
+// One instruction of a warp group multiplies 64 lines of weights by the inputs (wgmma). The 64 lines
+// are 8 units of a tile: 8 outputs, and 8 parts of the inputs of 128 numbers each. Its columns are
+// the same 8 parts of each row of inputs. Only the products of a part with itself are needed, an
+// eighth of all. The tensor cores have the time for the others. In exchange, neither weights nor
+// inputs pass through registers. The sums of a unit are scaled before they are added.
+//
+// If a box has more than 8 units, each of the two warp groups multiplies half of it. Otherwise they
+// take turns; if the box belongs to an expert's down projection, a slot of the ring has the boxes of
+// two experts, one for each warp group. Units past the end of a matrix, and rows that do not exist,
+// have undefined products, which are not added.
+
+constexpr int UNITS_AT_ONCE = 8;
+// Rows of the inputs that a thread has sums of, for `lines` rows of inputs.
+constexpr int sums_of(int lines) { return lines == 1 ? 1 : lines == 16 ? 4 : 2; }
+
+// Queues the products of 8 units of a tile and the same units of the inputs.
+template <int COUNT>
+DEVICE void multiply_units(float (&c)[COUNT], u32 weights, u32 inputs) {
+  const u64 a = operand_at(weights), b = operand_at(inputs);
+#pragma unroll
+  for (int k = 0; k < 4; ++k) multiply(c, a + 2 * k, b + 2 * k, k > 0);
+}
+
+// Returns the column of the products, 8 i + 2 t + e, of a thread's value e of rows q, for the first
+// (half 0) or second unit of its warp.
+template <int LINES>
+DEVICE int column_of(int warp, int t, int half, int q, int e) {
+  return 8 * ((2 * warp + half) * LINES / 8 + q) + 2 * t + e;
+}
+
+// Adds a thread's part of the products of units with themselves. `scales` and `input_scales` begin
+// at the first of the 8 units, of which `units` exist.
+template <int LINES>
+DEVICE void add_products(const Consumer& k, float (&sums)[sums_of(LINES)], const float (&c)[4 * LINES],
+                         const float* scales, const float* input_scales, int pitch, int units) {
+  const int warp = k.warp % 4, t = k.lane % 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int unit = 2 * warp + half;
+    if (unit >= units) continue;
+    const float scale = scales[unit];
+#pragma unroll
+    for (int q = 0; q < (LINES == 16 ? 2 : 1); ++q)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        if (LINES == 1 && e != half) continue;
+        float product = 0;
+#pragma unroll
+        for (int w = 0; w < 4; ++w)
+          if (warp == w) product = c[4 * ((2 * w + half) * LINES / 8 + q) + 2 * half + e];
+        const int column = column_of<LINES>(warp, t, half, q, e), row = column % LINES;
+        const float factor = scale * input_scales[(row < ROWS ? row : ROWS - 1) * pitch + unit];
+        if (column / LINES == unit) sums[LINES == 1 ? 0 : 2 * q + e] += product * factor;
+      }
+  }
+}
+
+// Stores this warp's sums of a tile. With `add`, they are added to those of earlier pieces.
+DEVICE void keep_packed_sums(const Consumer& k, float (&own)[sums_of(PACKED_ROWS)], float* sums, bool add) {
+  constexpr int LINES = PACKED_ROWS;
+  const int warp = k.warp % 4, t = k.lane % 4;
+  // With 2 or 4 rows, the warp's two units have their sums in different lanes.
+  if (LINES == 2 || LINES == 4)
+#pragma unroll
+    for (int i = 0; i < sums_of(LINES); ++i) own[i] += shuffle_xor(own[i], LINES / 2);
+  if (column_of<LINES>(warp, t, 0, 0, 0) / LINES != 2 * warp) return;
+#pragma unroll
+  for (int i = 0; i < sums_of(LINES); ++i) {
+    const int row = column_of<LINES>(warp, t, 0, i / 2, i % 2) % LINES;
+    if (row >= ROWS) continue;
+    float* to = sums + (k.warp * ROWS + row) * 8 + k.lane / 4;
+    *to = add ? *to + own[i] : own[i];
+  }
+}
+
+// Waits for N boxes and stores their slots.
+template <int P, int N>
+DEVICE void await_boxes(Consumer& k, int (&slots)[N], int count = N) {
+  Cursor ahead = k.ring.at;
+#pragma unroll
+  for (int j = 0; j < N; ++j)
+    if (j < count) {
+      k.ring.wait_full(k.a, ahead, k.where(P));
+      slots[j] = ahead.slot;
+      ahead.next();
+    }
+}
+
+// Multiplies N tiles of one box each at the same time.
+template <int P, int N>
+DEVICE void take_packed_tiles(Consumer& k, float* sums) {
+  constexpr Product p = PRODUCTS[P];
+  constexpr bool HALVES = p.box > UNITS_AT_ONCE;
+  constexpr int MINE = HALVES ? N : (N + 1) / 2;
+  const int group = k.warp / 4, first = HALVES ? group * UNITS_AT_ONCE : 0;
+  int slots[N];
+  float c[MINE][4 * PACKED_ROWS];
+  await_boxes<P>(k, slots);
+#pragma unroll
+  for (int m = 0; m < MINE; ++m) pin(c[m]);
+  begin_products();
+#pragma unroll
+  for (int m = 0; m < MINE; ++m) {
+    const int slot = HALVES ? slots[m] : group ? slots[(2 * m + 1) % N] : slots[2 * m];
+    multiply_units(c[m], k.ring.data + slot * SLOT + first * TILE_UNIT, k.xs + first * PACKED_ROWS * 128);
+  }
+  await_products();
+#pragma unroll
+  for (int m = 0; m < MINE; ++m) pin(c[m]);
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    float own[sums_of(PACKED_ROWS)] = {};
+    if (HALVES || j % 2 == group)
+      add_products<PACKED_ROWS>(k, own, c[HALVES ? j : j / 2], k.ring.scales + slots[j] * UNITS + first, k.scales + first,
+                                XS_SCALES, p.columns / p.unit - first);
+    keep_packed_sums(k, own, sums + j * TILE_FLOATS, false);
+  }
+#pragma unroll
+  for (int j = 0; j < N; ++j) free_slot(k);
+}
+
+// Multiplies the boxes of one tile in a piece. Each warp group multiplies half of each box.
+template <int P>
+DEVICE void take_packed_boxes(Consumer& k, int piece, float* sums) {
+  constexpr Product p = PRODUCTS[P];
+  constexpr bool EVEN = p.boxes % 2 == 0 && p.piece_boxes % 2 == 0;
+  constexpr int N = EVEN && PACKED_ROWS <= 8 ? 2 : 1;
+  const int half = k.warp / 4 * UNITS_AT_ONCE, first = piece * p.piece_boxes;
+  const int end = p.pieces == 1 || first + p.piece_boxes > p.boxes ? p.boxes : first + p.piece_boxes;
+  float own[sums_of(PACKED_ROWS)] = {};
+#pragma unroll 1
+  for (int box = first; box < end; box += N) {
+    int slots[N];
+    float c[N][4 * PACKED_ROWS];
+    await_boxes<P>(k, slots);
+#pragma unroll
+    for (int j = 0; j < N; ++j) pin(c[j]);
+    begin_products();
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+      multiply_units(c[j], k.ring.data + slots[j] * SLOT + half * TILE_UNIT,
+                     k.xs + ((box + j - first) * p.box + half) * PACKED_ROWS * 128);
+    await_products();
+#pragma unroll
+    for (int j = 0; j < N; ++j) pin(c[j]);
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+      add_products<PACKED_ROWS>(k, own, c[j], k.ring.scales + slots[j] * UNITS + half,
+                                k.scales + (box + j - first) * p.box + half, XS_SCALES,
+                                p.columns / p.unit - (box + j) * p.box - half);
+#pragma unroll
+    for (int j = 0; j < N; ++j) free_slot(k);
+  }
+  keep_packed_sums(k, own, sums, piece > 0);
+}
+
+// The pairs that a warp group multiplies in one tile of each listed expert, in the order of experts.
+template <int P>
+struct Parts {
+  static constexpr bool TWO = PRODUCTS[P].doubled;  // experts in a slot
+  const Choice& choice;
+  int group;
+
+  DEVICE int count() const {
+    if (ROWS == 1) return TWO ? (CHOSEN + 1 - group) / 2 : CHOSEN;
+    return choice.part_pairs[group];
+  }
+  DEVICE int slots() const { return TWO ? (choice.count + 1) / 2 : choice.count; }
+  // The index of a pair's expert in the list, times 256, plus the pair.
+  DEVICE int at(int i) const {
+    if (ROWS > 1) return choice.parts[group][i];
+    const int expert = TWO ? 2 * i + group : i;
+    return expert << 8 | choice.pairs[expert * 8];
+  }
+  DEVICE int slot(int part) const { return (part >> 8) / (1 + TWO); }
+};
+
+DEVICE void add_to_row(float (&own)[ROWS], float value, int row) {
+#pragma unroll
+  for (int r = 0; r < ROWS; ++r)
+    if (r == row) own[r] += value;
+}
+
+// Multiplies one tile of each listed expert by the inputs of that expert's pairs, and adds up the
+// products. Pairs are multiplied N at a time, whatever experts they have chosen.
+template <int P>
+DEVICE void take_packed_experts(Consumer& k, float* sums) {
+  constexpr Product p = PRODUCTS[P];
+  constexpr int N = ROWS == 1 ? 4 : 2;
+  static_assert(p.boxes == 1 && N <= SLOTS, "");
+  const int group = k.warp / 4, half = group * UNITS_AT_ONCE, input = p.doubled ? 0 : half, where = k.where(P);
+  const Parts<P> parts{*k.choice, p.doubled ? group : 0};
+  const int count = parts.count(), slots = parts.slots();
+  float own[ROWS] = {};
+  int freed = 0;
+#pragma unroll 1
+  for (int first = 0; first < count; first += N) {
+    int lines[N], at[N];
+    float c[N][4];
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      const int part = parts.at(first + j < count ? first + j : count - 1);
+      lines[j] = part & 0xff;
+      // Every expert has a pair, so the slot is less than N slots ahead.
+      const Cursor cursor = k.ring.at.later(parts.slot(part) - freed);
+      k.ring.wait_full(k.a, cursor, where);
+      at[j] = cursor.slot;
+      pin(c[j]);
+    }
+    begin_products();
+#pragma unroll
+    for (int j = 0; j < N; ++j)
+      multiply_units(c[j], k.ring.data + at[j] * SLOT + half * TILE_UNIT, k.xs + lines[j] * PAIR_BYTES + input * 128);
+    await_products();
+#pragma unroll
+    for (int j = 0; j < N; ++j) pin(c[j]);
+#pragma unroll
+    for (int j = 0; j < N; ++j) {
+      float sum[1] = {};
+      add_products<1>(k, sum, c[j], k.ring.scales + at[j] * UNITS + half, k.scales + lines[j] * Lines<P>::SCALES + input, 0,
+                      p.columns / p.unit - input);
+      if (first + j < count) add_to_row(own, sum[0], lines[j] / CHOSEN);
+    }
+    const int next = first + N < count ? parts.slot(parts.at(first + N)) : slots;
+#pragma unroll 1
+    for (; freed < next; ++freed) {
+      k.ring.wait_full(k.a, k.ring.at, where);
+      free_slot(k);
+    }
+  }
+#pragma unroll 1
+  for (; freed < slots; ++freed) {  // of a warp group without pairs
+    k.ring.wait_full(k.a, k.ring.at, where);
+    free_slot(k);
+  }
+  if (k.lane % 4 != k.warp % 4) return;
+#pragma unroll
+  for (int row = 0; row < ROWS; ++row) sums[(k.warp * ROWS + row) * 8 + k.lane / 4] = own[row];
+}
+
+// Multiplies `count` tiles of a group, as take_group() does.
+template <int P>
+DEVICE void take_packed_group(Consumer& k, int count, int piece, float* sums) {
+  constexpr Product p = PRODUCTS[P];
+  int i = 0;
+  if constexpr (Lines<P>::OF_PAIRS) {
+#pragma unroll 1
+    for (; i < count; ++i) take_packed_experts<P>(k, sums + i * TILE_FLOATS);
+  } else if constexpr (p.boxes == 1) {
+    constexpr int MOST = PACKED_ROWS <= 4 ? 4 : PACKED_ROWS == 8 ? 2 : 1;  // as registers allow
+    if (MOST == 4)
+#pragma unroll 1
+      for (; i + 4 <= count; i += 4) take_packed_tiles<P, 4>(k, sums + i * TILE_FLOATS);
+    if (MOST >= 2 || p.box <= UNITS_AT_ONCE)
+#pragma unroll 1
+      for (; i + 2 <= count; i += 2) take_packed_tiles<P, 2>(k, sums + i * TILE_FLOATS);
+#pragma unroll 1
+    for (; i < count; ++i) take_packed_tiles<P, 1>(k, sums + i * TILE_FLOATS);
+  } else {
+#pragma unroll 1
+    for (; i < count; ++i) take_packed_boxes<P>(k, piece, sums + i * TILE_FLOATS);
+  }
+}
