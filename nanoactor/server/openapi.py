@@ -64,6 +64,8 @@ _GET_ROUTES = {
     "/openapi.json": ("This document", "application/json"),
     "/": ("A chat and a live view of the actors", "text/html"),
 }
+_ALSO_POST = ("/ping",)
+"""Routes of `_GET_ROUTES` that also accept POST. The body is ignored."""
 _NAME_SCHEMA = {"type": "string", "minLength": 1}
 _SECONDS_SCHEMA = {
     "type": "number",
@@ -115,6 +117,8 @@ def document(names: Sequence[str], needs_key: bool, root: str = "") -> dict[str,
         paths[path] = {"get": _operation(text, content_type)}
         if path in _PARAMETERS:
             paths[path]["get"]["parameters"] = [_PARAMETERS[path]]
+        if path in _ALSO_POST:
+            paths[path]["post"] = paths[path]["get"]
     value: dict[str, Any] = {
         "openapi": "3.1.0",
         "info": {

@@ -397,6 +397,18 @@ def test_paths_and_methods(fast_server):
     assert head.endswith(b"\r\n\r\n")
 
 
+def test_the_document_lists_the_methods_of_every_route(fast_server):
+    paths = fast_server.get("/openapi.json").json()["paths"]
+    assert len(paths) > 20
+    for path, operations in paths.items():
+        request = f"DELETE {path.replace('{model}', 'demo')} HTTP/1.1\r\nHost: localhost\r\n"
+        answer = send(fast_server, f"{request}Connection: close\r\n\r\n".encode())
+        lines = answer.split(b"\r\n\r\n")[0].decode().splitlines()
+        allowed = next(line for line in lines if line.startswith("Allow: "))
+        methods = set(allowed.removeprefix("Allow: ").split(", "))
+        assert methods - {"HEAD"} == {method.upper() for method in operations}, path
+
+
 def test_request_ids_go_in_and_out_and_into_the_log(fast_server):
     assert fast_server.get("/v1/models").headers["x-request-id"].startswith("req-")
     given_id = {"x-request-id": "mine-7:a.b"}
