@@ -210,14 +210,14 @@ def test_steps_whose_prompts_have_images_are_captured_too(interpreted, tmp_path)
         async with engine(tmp_path, placement="single", max_model_len=24, **limits) as llm:
             return await run_all(llm, jobs, 2)
 
-    mixed = CapturedSteps.mixed
+    replay = CapturedSteps.replay_mixed
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            CapturedSteps, "mixed", lambda own, size: ran.append(size) or mixed(own, size)
+            CapturedSteps, "replay_mixed", lambda own, size: ran.append(size) or replay(own, size)
         )
         outputs = asyncio.run(main())
     check_all(eyes, jobs, outputs, 2)
-    assert {size.sees for size in ran} == {True, False}
+    assert {size.has_images for size in ran} == {True, False}
 
 
 class Launches(TorchDispatchMode):

@@ -39,6 +39,7 @@ RUNGS = {
             "tests/npu/test_reference.py",
             "tests/npu/test_device.py",
             "tests/npu/test_smoke.py",
+            "tests/npu/test_smoke_checks.py",
             "tests/npu/test_engine.py",
             "tests/npu/test_structured_outputs.py",
             "tests/npu/test_vision.py",

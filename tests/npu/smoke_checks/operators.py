@@ -9,6 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from nanoactor.models.batch import HeadTransform, KVCache
+from nanoactor.models.weights.linear import Dense, ExpertWeights
 from tests.npu.reference.registry import KERNELS
 from tests.npu.smoke_checks.frame import (
     BLOCK,
@@ -167,6 +168,30 @@ def _check_format(rig: Rig, weight: torch.Tensor, fractal: bool) -> None:
             raise Failed(f"the weight's format is {number}, not 29 (NZ)")
 
 
+def experts(rig: Rig, dtype: torch.dtype, shape: Shape) -> float:
+    """A mixture of eight experts, one of which no token chooses, for a few tokens and for many."""
+    if not rig.device.runtime.is_a2_or_a3:
+        raise Skipped("the device calls these operators only on Atlas A2 and A3")
+    count, top_k, inner, worst = 8, 2, 256, 0.0
+    gate_up = noise(count, 2 * inner, shape.hidden, dtype=dtype, scale=0.02)
+    down = noise(count, shape.hidden, inner, dtype=dtype, seed=1, scale=0.02)
+    operator = rig.device.experts(ExpertWeights(Dense(rig.to(gate_up)), Dense(rig.to(down))))
+    for tokens in (1, TOKENS, 256):
+        x = noise(tokens, shape.hidden, dtype=dtype, seed=tokens)
+        generator = torch.Generator().manual_seed(tokens)
+        scores = torch.rand(tokens, count - 1, generator=generator)
+        weights, ids = scores.softmax(-1).topk(top_k)
+        found = operator(rig.to(x), rig.to(ids.int()), rig.to(weights))
+        expected = torch.zeros(tokens, shape.hidden)
+        for expert in range(count):
+            inputs = F.linear(x.float(), gate_up[expert].float()).to(dtype).float()
+            inputs = KERNELS["npu_swiglu"](inputs, -1).to(dtype).float()
+            outputs = F.linear(inputs, down[expert].float()).to(dtype).float()
+            expected += outputs * (weights * (ids == expert)).sum(-1, keepdim=True)
+        worst = max(worst, off(f"{tokens} tokens", found, expected, dtype))
+    return worst
+
+
 OPERATORS: dict[str, Operator] = {
     "npu_rms_norm": rms_norm,
     "npu_add_rms_norm": add_rms_norm,
@@ -175,6 +200,7 @@ OPERATORS: dict[str, Operator] = {
     "npu_apply_rotary_pos_emb": apply_rotary,
     "npu_scatter_pa_kv_cache": scatter,
     "norm, rotate, store": norm_rotate_store,
+    "npu_moe_init_routing_v2 and npu_grouped_matmul": experts,
     "linear": product,
     "npu_format_cast to NZ and linear": functools.partial(product, fractal=True),
 }
