@@ -1,5 +1,5 @@
-"""Times each kernel of a decode step that runs by operators, and the step with and without launches
-that overlap.
+"""Times each kernel of a decode step that runs by operators, and the step with and without Triton
+launches that overlap.
 
     python bench/decode_profile.py --model 30b-a3b-fp8 --layers 8 --rows 8 64 256 --out results.json
 
@@ -57,8 +57,8 @@ def measure(worker: Worker, model: str, layers: int, rows: int) -> dict[str, Any
     inputs, caches = worker.inputs(case, shape, torch.Generator("cuda").manual_seed(rows))
     step = operators.step(shape, inputs, caches)
     overlapping = captured(step)
-    options = dict(dependent_launch.dependent_launch())
-    apart = captured_with(step, {"overlaps": False})
+    options = dependent_launch.dependent_launch()
+    apart = captured_apart(step)
     us: dict[str, list[float]] = {"overlapping": [], "apart": []}
     for _ in range(3):
         us["overlapping"].append(clocked(overlapping, 30) * 1e3)
@@ -69,17 +69,16 @@ def measure(worker: Worker, model: str, layers: int, rows: int) -> dict[str, Any
     }  # fmt: skip
 
 
-def captured_with(step: Any, options: dict[str, bool]) -> torch.cuda.CUDAGraph:
-    """Capture the step with other launch options."""
-    usual = dict(dependent_launch.dependent_launch())
-    cached = dependent_launch.dependent_launch()  # kernels get this very dictionary
-    cached.clear()
-    cached.update(options)
+def captured_apart(step: Any) -> torch.cuda.CUDAGraph:
+    """Capture the step as on GPUs of a lower compute capability."""
+    lowest = dependent_launch._CAPABILITY
+    dependent_launch._CAPABILITY = (99, 0)
+    dependent_launch.options_of.cache_clear()
     try:
         return captured(step)
     finally:
-        cached.clear()
-        cached.update(usual)
+        dependent_launch._CAPABILITY = lowest
+        dependent_launch.options_of.cache_clear()
 
 
 def main() -> None:

@@ -106,6 +106,17 @@ def test_every_real_size_has_a_kernel(model, rows):
     assert layout_of(shape).total <= SHARED_LIMIT
 
 
+@pytest.mark.parametrize("blocks", [132, 114, 78, 60, 46, 26, 16])
+def test_every_part_of_shared_memory_is_aligned(blocks):
+    """To the 1,024 bytes that swizzled inputs need, whatever GPU or part of one it is."""
+    for model, rows in itertools.product(REAL, range(1, 17)):
+        shape = dataclasses.replace(real(model, rows), blocks=blocks)
+        if shape_unsupported_reason(shape) is None:
+            layout = layout_of(shape)
+            assert layout.work % 1024 == 0, (model, rows)
+            assert layout.inputs % 1024 == 0, (model, rows)
+
+
 @pytest.mark.parametrize("model", REAL)
 @pytest.mark.parametrize("rows", [1, 8, 16])
 def test_blocks_together_copy_each_box_once(model, rows):
@@ -186,6 +197,8 @@ def test_what_has_no_kernel_says_why():
     assert "too small for 132 blocks" in shape_unsupported_reason(
         dataclasses.replace(EXPERTS, blocks=132)
     )
+    crowd = dataclasses.replace(EXPERTS, rows=8, mixture=Mixture(64, 32, 256, True))
+    assert "256 pairs" in shape_unsupported_reason(crowd)
     wide = dataclasses.replace(EXPERTS, packed=True, inter=2304)
     assert "experts of 2304 in FP8" in shape_unsupported_reason(wide)
     many = Mixture(300, 2, 256, True)
@@ -455,8 +468,18 @@ UNROUNDED = (("constexpr bool UNROUNDED = false", "constexpr bool UNROUNDED = tr
             [9, 20, 3],
             {"small": EXPERTS, "mixture": Mixture(5, 3, 256, True), "poison": True, "seed": 1},
         ),
-        # Boxes of more than 8 units.
+        # Boxes of more than 8 units: of hidden states, too; of experts, for one row as well.
+        later([37, 5], {"hidden": 1280, "inter": 512, "poison": True}),
+        later([10 + 7 * i for i in range(11)], {"hidden": 1280, "layers": 1, "blocks": 5}),
         later([37, 5], {"small": EXPERTS, "mixture": Mixture(4, 2, 1280, True), "inter": 1280}),
+        later([37], {"small": EXPERTS, "mixture": Mixture(5, 3, 2048, True), "inter": 2048}),
+        later([37], {"small": EXPERTS, "mixture": Mixture(7, 5, 256, True), "poison": True}),
+        later(
+            [9, 20, 3, 5, 6, 7],
+            {"small": EXPERTS, "mixture": Mixture(6, 2, 256, False), "layers": 1},
+        ),
+        # Pieces of an even number of boxes.
+        later([10 + 7 * i for i in range(8)], {"hidden": 256, "inter": 8192, "layers": 1}),
         # One expert.
         later([37, 5], {"small": EXPERTS, "mixture": Mixture(1, 1, 256, True), "blocks": 2}),
         # Inputs of `down` in pieces.
@@ -611,8 +634,8 @@ USUAL += [("30b-a3b", 1), ("30b-a3b-fp8", 8)]
         if shape_unsupported_reason(real(*one)) is None
     ],
 )
-def test_most_sizes_compile_without_spills(compiler, tmp_path, model, rows):
-    """In FP8, some registers that are rarely used are spilt: tensor cores need many."""
+def test_kernels_spill_no_registers_or_few(compiler, tmp_path, model, rows):
+    """FP8 kernels spill up to 256 bytes, because wgmma needs many registers."""
     shape = real(model, rows)
     made = nvrtc.compile_source(source_of(shape), KERNEL)
     assert made.cubin[:4] == b"\x7fELF"

@@ -22,7 +22,7 @@ from tests.npu.smoke_checks import attention, engines, figures, frame, judge, nu
 from tests.npu.smoke_checks.frame import BLOCK, Check, Failed, Rig
 
 # It is what runs on hardware; here it shows that its own code runs.
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.timeout(900)]
 
 ONE = ["--only", "npu_swiglu, bfloat16", "npu_rms_norm, bfloat16"]
 
@@ -34,7 +34,7 @@ def run(tmp_path, *words, runtime=None, **environment):
     if runtime:
         variables[smoke.RUNTIME] = f"{__name__}:{runtime}"
     found = subprocess.run(
-        command, cwd=smoke.ROOT, env=variables, capture_output=True, text=True, timeout=110
+        command, cwd=smoke.ROOT, env=variables, capture_output=True, text=True, timeout=600
     )
     lines = [line for line in found.stdout.splitlines() if line.startswith("| ")][1:]
     rows = [tuple(cell.strip() for cell in line.split(" | ")) for line in lines]

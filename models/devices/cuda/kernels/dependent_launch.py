@@ -1,10 +1,11 @@
-"""Programmatic dependent launch of Triton kernels: a kernel's programs start while the previous
-kernel on the stream ends, and wait for its results.
+"""Programmatic dependent launch of Triton kernels: a kernel's programs may start before the
+previous kernel on the stream has ended, and wait for its results.
 
 This hides most of the time between two kernels. Every kernel that is launched with these options
-must call `await_previous` first, in all programs, because its own results must not be read before
-those of all earlier kernels. Source: CUDA C++ Programming Guide, section "Programmatic Dependent
-Launch and Synchronization".
+must call `await_previous` first, in all programs. The next kernel waits only for this one: if this
+one ended without waiting, the next could read the results of an earlier kernel that is still
+running. Source: CUDA C++ Programming Guide, section "Programmatic Dependent Launch and
+Synchronization".
 """
 
 from __future__ import annotations
@@ -28,10 +29,16 @@ def await_previous(overlaps: tl.constexpr):
         gdc_launch_dependents()
 
 
-@functools.cache
 def dependent_launch() -> dict[str, bool]:
-    """Return the launch options of kernels that call `await_previous`, on the current device."""
-    is_interpreted = not isinstance(await_previous, triton.JITFunction)
-    if is_interpreted or torch.cuda.get_device_capability() < _CAPABILITY:
+    """Return the launch options of kernels that call `await_previous`, for the current device."""
+    if not isinstance(await_previous, triton.JITFunction):  # in the interpreter
+        return {"overlaps": False}
+    return options_of(torch.cuda.current_device())
+
+
+@functools.cache
+def options_of(device: int) -> dict[str, bool]:
+    """Return the launch options for a device."""
+    if torch.cuda.get_device_capability(device) < _CAPABILITY:
         return {"overlaps": False}
     return {"overlaps": True, "launch_pdl": True}

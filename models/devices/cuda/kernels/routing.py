@@ -19,8 +19,8 @@ from nanoactor.models.devices.cuda.kernels.dependent_launch import (
 from nanoactor.models.weights.linear import Router
 
 _TOKENS_PER_PROGRAM = ((16, 1), (64, 4))
-"""Maximum numbers of tokens for which our kernel computes the router logits, each with the number
-of tokens that share the router's weights, which are read from the L2 cache."""
+"""Pairs of a maximum number of tokens and the number of tokens per program, which share each read
+of the router's weights. With more tokens, cuBLAS computes the router logits."""
 _PAIR_CHUNKS = (256, 1024, 4096)
 """Numbers of pairs that can be read at a time. The smallest one that covers all pairs is used, or
 the largest one if none does."""

@@ -6,6 +6,7 @@
 // the row's n-th choice.
 
 constexpr int MOST_LISTED = EXPERTS == 0 || PAIRS < EXPERTS ? PAIRS : EXPERTS;
+static_assert(PAIRS < 255, "pairs are bytes");
 constexpr u8 NO_PAIR = PAIRS;  // its line of inputs is zero
 
 struct Choice {

@@ -1,10 +1,11 @@
 // Products with FP8 matrices.
 //
 // One instruction of a warp group multiplies 64 lines of weights by the inputs (wgmma). The 64 lines
-// are 8 units of a tile: 8 outputs, and 8 parts of the inputs of 128 numbers each. Its columns are
-// the same 8 parts of each row of inputs. Only the products of a part with itself are needed, an
-// eighth of all. The tensor cores have the time for the others. In exchange, neither weights nor
-// inputs pass through registers. The sums of a unit are scaled before they are added.
+// are 8 units of a tile: 8 outputs and 8 groups of 128 inputs. Its columns are the same 8 units of
+// each row of inputs. Only products of a unit with the same unit of the inputs are needed, which is
+// one eighth. The rest is computed and discarded, because the tensor cores are not the bottleneck:
+// the instruction reads weights and inputs from shared memory, whereas a smaller one would need them
+// in registers, converted to fp16. The sums of a unit are scaled before they are added.
 //
 // If a box has more than 8 units, each of the two warp groups multiplies half of it. Otherwise they
 // take turns; if the box belongs to an expert's down projection, a slot of the ring has the boxes of
@@ -77,15 +78,14 @@ DEVICE void keep_packed_sums(const Consumer& k, float (&own)[sums_of(PACKED_ROWS
 
 // Waits for N boxes and stores their slots.
 template <int P, int N>
-DEVICE void await_boxes(Consumer& k, int (&slots)[N], int count = N) {
+DEVICE void await_boxes(Consumer& k, int (&slots)[N]) {
   Cursor ahead = k.ring.at;
 #pragma unroll
-  for (int j = 0; j < N; ++j)
-    if (j < count) {
-      k.ring.wait_full(k.a, ahead, k.where(P));
-      slots[j] = ahead.slot;
-      ahead.next();
-    }
+  for (int j = 0; j < N; ++j) {
+    k.ring.wait_full(k.a, ahead, k.where(P));
+    slots[j] = ahead.slot;
+    ahead.next();
+  }
 }
 
 // Multiplies N tiles of one box each at the same time.
@@ -231,7 +231,7 @@ DEVICE void take_packed_experts(Consumer& k, float* sums) {
     }
   }
 #pragma unroll 1
-  for (; freed < slots; ++freed) {  // of a warp group without pairs
+  for (; freed < slots; ++freed) {  // a warp group without pairs still frees every slot
     k.ring.wait_full(k.a, k.ring.at, where);
     free_slot(k);
   }

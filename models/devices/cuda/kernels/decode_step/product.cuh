@@ -1,10 +1,10 @@
 // The matrix product of a phase: receive the source's rows into shared memory, multiply this
 // block's tiles by them, add the sums of the warps, and pass the outputs to the epilogue.
 //
-// Activations are the 16 rows of a product (8 of them are zero if a step has up to 8 rows). A
-// tile's outputs are its 8 columns. Units are assigned to the warps in turn. Thread (g, t) reads
-// the 16-byte chunks t and t + 4 of weights, and the activations of the same columns: the order of
-// inputs in a product is arbitrary.
+// In bfloat16, activations are the 16 rows of a product (8 of them are zero if a step has up to 8
+// rows). A tile's outputs are its 8 columns. Units are assigned to the warps in turn. Thread (g, t)
+// reads the 16-byte chunks t and t + 4 of weights, and the activations of the same columns: the
+// order of inputs in a product is arbitrary.
 //
 // In FP8, rows are rounded to e4m3 as they are received, with a scale for each row and unit
 // (arXiv:2412.19437, section 3.3.2). packed.cuh multiplies them.
@@ -14,7 +14,7 @@ struct Consumer {
   Ring ring;
   u32 xs;         // shared address of the rows: ROWS rows of PITCH columns of bf16
   float* work;    // two groups of sums
-  float* partials;  // attention's partial results, where the rows are if blocks synchronize between phases
+  float* partials;  // attention's partial results: in `work` with FLAGGED, else in the memory of the rows
   float* squares; // [ROWS][WARPS]: sums of squares by the warps of a row
   float* scales;  // [ROWS][XS_SCALES]: scales of the rows' units, with PACKED
   float* scores;  // [ROWS][WARPS][SCORED]: scores of this block's experts by the warps of a row
@@ -152,9 +152,10 @@ DEVICE void keep_zeros(const Consumer& k) {
 
 // Loads the router's weights for this block's experts into the L1 cache, where all warps find them.
 DEVICE void touch_router(const Consumer& k) {
-  for (int i = thread_index(); i < SCORED * HIDDEN / 32; i += THREADS) {
-    const int expert = block_index() + i / (HIDDEN / 32) * BLOCKS;
-    if (expert < EXPERTS) load16_cached(k.a.layers[k.layer].router + (u64)expert * HIDDEN + i % (HIDDEN / 32) * 32);
+  constexpr int SECTORS = HIDDEN / 8;  // of 32 bytes, by which the cache is filled
+  for (int i = thread_index(); i < SCORED * SECTORS; i += THREADS) {
+    const int expert = block_index() + i / SECTORS * BLOCKS;
+    if (expert < EXPERTS) load16_cached(k.a.layers[k.layer].router + (u64)expert * HIDDEN + i % SECTORS * 8);
   }
 }
 

@@ -39,8 +39,8 @@ _MAX_WHOLE_INPUT_BYTES, _MAX_PIECE_BYTES = 100 << 10, 64 << 10
 """Maximum size in bytes of inputs that are read as a whole, and of the pieces in which larger
 inputs are read."""
 _MAX_PACKED_PIECE_BYTES = 32 << 10
-"""Maximum size in bytes of inputs in FP8 that are read at a time. While a block reads a piece, its
-ring buffer fills."""
+"""Maximum size in bytes of inputs in FP8 that are read at a time, unless hidden states are larger.
+While a block reads a piece, its ring buffer fills."""
 _UNITS_AT_ONCE = 8
 """Number of units of an FP8 tile that one instruction multiplies."""
 
@@ -101,7 +101,7 @@ All blocks receive the rows for `ROUTE` and keep them. Each block then determine
 experts from the scores.
 """
 MAX_EXPERT_ROWS = 8
-_MAX_EXPERTS, _MAX_TOP_K = 256, 32
+_MAX_EXPERTS, _MAX_TOP_K, _MAX_PAIRS = 256, 32, 254
 LOGITS = Phase("LOGITS", "head", "vocab", "hidden", "X1", "LOGITS")
 """Phase after the last layer, which computes logits. Its tiles are assigned to blocks
 dynamically."""
@@ -159,8 +159,8 @@ class Product:
         """Yield (piece, tile of the block, matrix of the stack, box) for each slot of the ring
         buffer that a thread block fills, in the order in which boxes are copied.
 
-        `active_experts` is the number of experts that the rows have chosen. A slot usually has one
-        box.
+        `active_experts` is the number of experts that the rows have chosen. A slot has one box, or
+        two if `doubled` is True.
         """
         experts = active_experts if self.experts == "inputs" else 1
         if self.doubled:
@@ -377,6 +377,7 @@ def layout_of(shape: Shape) -> Layout:
     work, inputs = (
         (max(sums, partials), inputs) if shape.has_flags else (sums, max(inputs, partials))
     )
+    work = -(-work // 1024) * 1024
     attention = 16 * (shape.head_dim + 32) + 8 * shape.head_dim + 64 * (WARPS + 1)
     rest = 20 * _MAX_SLOTS + shape.rows * (WARPS * 4 + shape.hidden_tiles * 32 + 16) + attention
     if shape.packed:  # scales of the ring's boxes, and of the inputs
@@ -412,6 +413,8 @@ def _experts_unsupported_reason(shape: Shape) -> str | None:
             f"{mixture.top_k} of {mixture.experts} experts exceed the maximum of {_MAX_TOP_K} "
             f"of {_MAX_EXPERTS}"
         )
+    if shape.pairs > _MAX_PAIRS:
+        return f"{shape.pairs} pairs of a row and an expert are more than {_MAX_PAIRS}"
     if shape.packed and shape.inter > UNITS * UNIT_BYTES:
         return f"experts of {shape.inter} in FP8 are larger than {UNITS * UNIT_BYTES}"
     if mixture.top_k * shape.inter < 8 * shape.blocks:

@@ -477,8 +477,9 @@ DEVICE void round_slot(const RoundArgs& a, int slot, int first) {
 
 // Rounds all slots; one warp rounds AT_ONCE blocks of a slot. Slots without a row are not written.
 DEVICE void round_all(const RoundArgs& a) {
-  allow_next();
+  // In this order: the product, which starts next, reads results of earlier kernels before it waits.
   await_previous();
+  allow_next();
   const int each = (a.blocks + AT_ONCE - 1) / AT_ONCE, warps = block_count() * ROUNDING_WARPS;
   const int slots = a.used ? *a.used * a.tokens : a.slots;
   for (int at = block_index() * ROUNDING_WARPS + thread_index() / 32; at < slots * each; at += warps)
