@@ -174,22 +174,20 @@ class _JsonCalls(CallStateMachine):
     ) -> bool:
         """Emit text up to a tag, without whitespace before the tag. Return True if the tag was
         found; `next_step` runs next in that case."""
-        before, mark_found, rest = self._buffer.partition(mark)
-        if mark_found:
-            self._emit_text(before.rstrip(), pieces)
-            self._step, self._buffer = next_step, rest
+        at = self._buffer.find(mark)
+        if at >= 0:
+            self._emit_text_up_to(at, pieces)
+            self._held.take()
+            self._step, self._buffer = next_step, self._buffer[len(mark) :]
             return True
-        certain = self._buffer[
-            : len(self._buffer) - partial_tag_length(self._buffer, mark)
-        ].rstrip()
-        self._buffer = self._buffer[len(certain) :]
-        self._emit_text(certain, pieces)
+        certain = len(self._buffer) - partial_tag_length(self._buffer, mark)
+        self._emit_text_up_to(certain, pieces)
         return False
 
     def finish(self) -> list[Piece]:
         """Return the remaining text and calls at the end of the output."""
         pieces: list[Piece] = []
-        rest, self._buffer = "".join(self._parts) + self._buffer, ""
+        rest, self._buffer = self._held.take() + "".join(self._parts) + self._buffer, ""
         self._parts = []
         if self._step in (self._arguments, self._tail):
             return []
@@ -204,16 +202,16 @@ class LlamaCalls(_JsonCalls):
     `<|python_tag|>`."""
 
     def _begin(self, pieces: list[Piece]) -> bool:
-        stripped = self._buffer.lstrip()
-        if not stripped or (stripped != PYTHON_TAG and PYTHON_TAG.startswith(stripped)):
+        self._buffer = self._held.strip_start(self._buffer)
+        if self._buffer != PYTHON_TAG and PYTHON_TAG.startswith(self._buffer):
             return False
-        if stripped.startswith(PYTHON_TAG):
-            self._buffer = stripped[len(PYTHON_TAG) :]
-            self._step = self._tagged
-        elif stripped.startswith("{"):
-            self._buffer, self._step = stripped, self._candidate
-        else:
+        if not self._buffer.startswith((PYTHON_TAG, "{")):
             self._step = self._text
+            return True
+        self._held.take()
+        is_tagged = self._buffer.startswith(PYTHON_TAG)
+        self._buffer = self._buffer.removeprefix(PYTHON_TAG)
+        self._step = self._tagged if is_tagged else self._candidate
         return True
 
     def _text(self, pieces: list[Piece]) -> bool:
@@ -222,11 +220,11 @@ class LlamaCalls(_JsonCalls):
     def _tagged(self, pieces: list[Piece]) -> bool:
         """Process the text after a tag: a JSON object, or a Python program, which is emitted as
         text."""
-        stripped = self._buffer.lstrip()
-        if not stripped:
+        self._buffer = self._held.strip_start(self._buffer)
+        if not self._buffer:
             return False
-        self._buffer = stripped
-        self._step = self._candidate if stripped.startswith("{") else self._text
+        self._held.take()
+        self._step = self._candidate if self._buffer.startswith("{") else self._text
         return True
 
     def _after_object(self, was_call: bool) -> None:
@@ -258,16 +256,17 @@ class MistralCalls(_JsonCalls):
         return self._text_up_to(TOOL_CALLS, self._marked, pieces)
 
     def _marked(self, pieces: list[Piece]) -> bool:
-        stripped = self._buffer.lstrip()
-        if not stripped:
+        self._buffer = self._held.strip_start(self._buffer)
+        if not self._buffer:
             return False
-        self._in_list = stripped.startswith("[")
+        self._held.take()
+        self._in_list = self._buffer.startswith("[")
         if self._in_list:
-            self._buffer, self._step = stripped[1:], self._between
-        elif stripped.startswith("{"):
-            self._buffer, self._step = stripped, self._candidate
+            self._buffer, self._step = self._buffer[1:], self._between
+        elif self._buffer.startswith("{"):
+            self._step = self._candidate
         else:
-            self._buffer, self._step = stripped, self._named
+            self._step = self._named
         return True
 
     def _named(self, pieces: list[Piece]) -> bool:

@@ -31,6 +31,42 @@ def ends_in_thoughts(text: str) -> bool:
     return text.lstrip().startswith(OPEN) and CLOSE not in text
 
 
+class HeldWhitespace:
+    """Whitespace that is held back until the text after it shows how to treat it. It is kept apart
+    from the text that is still to be scanned, so that it is scanned only once."""
+
+    def __init__(self) -> None:
+        self._parts: list[str] = []
+        self.length = 0
+        """Number of characters held back."""
+
+    def strip_start(self, text: str) -> str:
+        """Hold back the whitespace at the start of `text`. Return the rest."""
+        rest = text.lstrip()
+        self._add(text[: len(text) - len(rest)])
+        return rest
+
+    def strip_end(self, text: str, characters: str | None = None) -> str:
+        """Hold back the whitespace, or only the given `characters`, at the end of `text`. Return
+        the text before it, after the whitespace held back so far. If there is no such text, return
+        an empty string."""
+        stripped = text.rstrip(characters)
+        before = self.take() if stripped else ""
+        self._add(text[len(stripped) :])
+        return before + stripped
+
+    def take(self) -> str:
+        """Return the whitespace, and stop holding it back."""
+        whitespace = "".join(self._parts)
+        self._parts, self.length = [], 0
+        return whitespace
+
+    def _add(self, whitespace: str) -> None:
+        if whitespace:
+            self._parts.append(whitespace)
+            self.length += len(whitespace)
+
+
 class _State(enum.Enum):
     START = enum.auto()
     THINKING = enum.auto()
@@ -48,6 +84,8 @@ class ReasoningParser:
         determines it."""
         self._prompt_opens_reasoning = output_start == "open"
         self._state = _State.CONTENT if output_start == "content" else _State.START
+        self._held = HeldWhitespace()
+        """Whitespace before the buffered text."""
         self._buffer = ""
         self._has_reasoning = False
         """True if any reasoning has been returned. Until then, leading line breaks are dropped."""
@@ -77,17 +115,17 @@ class ReasoningParser:
     def _start(self) -> str:
         """Determine whether the output starts with reasoning. If it does not, return the text so
         far, which is content."""
-        start = self._buffer.lstrip()
+        self._buffer = start = self._held.strip_start(self._buffer)
+        if OPEN.startswith(start) and start != OPEN:  # the tag may be incomplete
+            return ""
+        whitespace = self._held.take()
         if start.startswith(OPEN):
             self._state, self._buffer = _State.THINKING, start[len(OPEN) :]
-        elif OPEN.startswith(start):  # the tag may be incomplete
-            return ""
         elif self._prompt_opens_reasoning:
-            self._state = _State.THINKING
+            self._state, self._buffer = _State.THINKING, whitespace + start
         else:
-            self._state = _State.CONTENT
-            content, self._buffer = self._buffer, ""
-            return content
+            self._state, self._buffer = _State.CONTENT, ""
+            return whitespace + start
         return ""
 
     def _think(self) -> str:
@@ -96,10 +134,10 @@ class ReasoningParser:
         thoughts, closed, rest = self._buffer.partition(CLOSE)
         if closed:
             self._state, self._buffer = _State.BETWEEN, rest
-            return thoughts.rstrip("\n")
+            return self._held.strip_end(thoughts, "\n")
         certain = len(self._buffer) - partial_tag_length(self._buffer, CLOSE)
-        thoughts = self._buffer[:certain].rstrip("\n")
-        self._buffer = self._buffer[len(thoughts) :]
+        thoughts = self._held.strip_end(self._buffer[:certain], "\n")
+        self._buffer = self._buffer[certain:]
         self._has_reasoning = self._has_reasoning or bool(thoughts)
         return thoughts
 
@@ -108,7 +146,8 @@ class ReasoningParser:
         empty."""
         rest, self._buffer = self._buffer, ""
         if self._state is _State.THINKING:
-            return rest.rstrip("\n"), ""
+            return self._held.strip_end(rest, "\n"), ""
         if self._state is _State.START:
+            rest = self._held.take() + rest
             return (rest.strip("\n"), "") if self._prompt_opens_reasoning else ("", rest)
         return "", ""

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from nanoactor.server.reasoning import CLOSE as END_OF_THOUGHTS
 from nanoactor.server.reasoning import OPEN as THOUGHTS
-from nanoactor.server.reasoning import OutputStart, partial_tag_length
+from nanoactor.server.reasoning import HeldWhitespace, OutputStart, partial_tag_length
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _MAX_HEADER_CHARACTERS = 1024
@@ -28,7 +28,7 @@ _MAX_HEADER_CHARACTERS = 1024
 streamed, but returned at its end."""
 # Matches the start of a call up to its arguments, which are an object or a string.
 _HEADER = re.compile(
-    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"arguments"\s*:\s*(?=[{"])', re.DOTALL
+    r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"arguments"\s*:\s*(?=[{"])', re.DOTALL
 )
 
 
@@ -80,6 +80,8 @@ class CallStateMachine(abc.ABC):
 
     def __init__(self) -> None:
         self.calls = 0
+        self._held = HeldWhitespace()
+        """Whitespace before the buffered text."""
         self._buffer = ""
         self._has_text_since_call = True
         """True if text has followed the last call. Whitespace directly after a call is dropped."""
@@ -101,6 +103,11 @@ class CallStateMachine(abc.ABC):
     def _advance(self, pieces: list[Piece]) -> bool:
         """Run the step of the current state, adding to `pieces`. Return True if another step can
         run."""
+
+    def _emit_text_up_to(self, end: int, pieces: list[Piece]) -> None:
+        """Emit the buffered text before the index `end`. Hold back the whitespace at its end."""
+        text, self._buffer = self._buffer[:end], self._buffer[end:]
+        self._emit_text(self._held.strip_end(text), pieces)
 
     def _emit_text(self, text: str, pieces: list[Piece]) -> None:
         if not self._has_text_since_call:
@@ -156,39 +163,37 @@ class ToolCallParser(CallStateMachine):
         return self._steps[self._state](pieces)
 
     def _text(self, pieces: list[Piece]) -> bool:
-        before, opened, rest = self._buffer.partition(OPEN)
-        if opened:
-            text = before.rstrip()
-            self._emit_text(text, pieces)
-            self._whitespace = before[len(text) :]
-            self._state, self._buffer = _State.HEADER, rest
+        at = self._buffer.find(OPEN)
+        if at >= 0:
+            self._emit_text_up_to(at, pieces)
+            self._whitespace = self._held.take()
+            self._state, self._buffer = _State.HEADER, self._buffer[len(OPEN) :]
             return True
-        certain = self._buffer[
-            : len(self._buffer) - partial_tag_length(self._buffer, OPEN)
-        ].rstrip()
-        self._buffer = self._buffer[len(certain) :]
-        self._emit_text(certain, pieces)
+        certain = len(self._buffer) - partial_tag_length(self._buffer, OPEN)
+        self._emit_text_up_to(certain, pieces)
         return False
 
     def _header(self, pieces: list[Piece]) -> bool:
-        stripped = self._buffer.lstrip()
-        if not stripped:
+        self._buffer = self._held.strip_start(self._buffer)
+        if not self._buffer:
             return False
-        if not stripped.startswith("{"):  # the tag was only mentioned in text
+        if not self._buffer.startswith("{"):  # the tag was only mentioned in text
             self._state = _State.TEXT
             self._emit_text(self._whitespace + OPEN, pieces)
             return True
-        header = _HEADER.match(self._buffer[:_MAX_HEADER_CHARACTERS])
+        max_characters = max(_MAX_HEADER_CHARACTERS - self._held.length, 0)
+        header = _HEADER.match(self._buffer[:max_characters])
         end = self._buffer.find(CLOSE)
         name = decode_json_string(header[1]) if header else None
         if header and name and not 0 <= end <= header.end() - len(CLOSE):
+            self._held.take()
             self._begin_call(name, pieces)
             self._buffer = self._buffer[header.end() :]
             self._state = _State.OBJECT if self._buffer.startswith("{") else _State.STRING
             return True
-        if end < 0 and len(self._buffer) < _MAX_HEADER_CHARACTERS:
+        if end < 0 and len(self._buffer) < max_characters:
             return False
-        self._state = _State.UNUSUAL
+        self._state, self._parts = _State.UNUSUAL, [self._held.take()]
         self._quoted = self._escaped = False
         return True
 
@@ -306,7 +311,7 @@ class ToolCallParser(CallStateMachine):
     def finish(self) -> list[Piece]:
         """Return the remaining text, calls and arguments at the end of the output."""
         pieces: list[Piece] = []
-        remainder, self._buffer = "".join(self._parts) + self._buffer, ""
+        remainder, self._buffer = self._held.take() + "".join(self._parts) + self._buffer, ""
         if self._state is _State.TEXT and (remainder.strip() or not self.calls):
             self._emit_text(remainder, pieces)
         elif self._state in (_State.HEADER, _State.UNUSUAL):
@@ -334,6 +339,8 @@ class CallsAfterReasoning:
         self._calls = calls or ToolCallParser()
         self._in_reasoning = {"open": True, "content": False}.get(output_start)
         """True while the output is in its reasoning; None until the output shows whether it is."""
+        self._held = HeldWhitespace()
+        """Whitespace before the buffered text."""
         self._buffer = ""
 
     def new_id(self) -> str:
@@ -347,10 +354,11 @@ class CallsAfterReasoning:
             return self._calls.push(text)
         self._buffer += text
         if self._in_reasoning is None:
-            start = self._buffer.lstrip()
+            self._buffer = start = self._held.strip_start(self._buffer)
             if start != THOUGHTS and THOUGHTS.startswith(start):  # the tag may be incomplete
                 return []
             self._in_reasoning = start.startswith(THOUGHTS)
+            self._buffer = self._held.take() + start
         thoughts, closed, rest = self._buffer.partition(END_OF_THOUGHTS)
         if not self._in_reasoning:
             thoughts, closed, rest = "", "", self._buffer
@@ -364,7 +372,7 @@ class CallsAfterReasoning:
 
     def finish(self) -> list[Piece]:
         """Return the remaining text, calls and arguments at the end of the output."""
-        rest, self._buffer = self._buffer, ""
+        rest, self._buffer = self._held.take() + self._buffer, ""
         return [*([rest] if rest else []), *self._calls.finish()]
 
 

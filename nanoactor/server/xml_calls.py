@@ -77,27 +77,24 @@ class QwenCoderCalls(CallStateMachine):
         tags = [(at, tag) for tag in (OPEN, FUNCTION) if (at := self._buffer.find(tag)) >= 0]
         if tags:
             at, tag = min(tags)
-            text = self._buffer[:at].rstrip()
-            self._emit_text(text, pieces)
-            self._whitespace, self._has_call_tag = self._buffer[len(text) : at], tag == OPEN
-            self._buffer = self._buffer[at + len(OPEN) * self._has_call_tag :]
+            self._emit_text_up_to(at, pieces)
+            self._whitespace, self._has_call_tag = self._held.take(), tag == OPEN
+            self._buffer = self._buffer[len(OPEN) * self._has_call_tag :]
             self._step = self._opening
             return True
         keep = max(
             partial_tag_length(self._buffer, OPEN), partial_tag_length(self._buffer, FUNCTION)
         )
-        certain = self._buffer[: len(self._buffer) - keep].rstrip()
-        self._buffer = self._buffer[len(certain) :]
-        self._emit_text(certain, pieces)
+        self._emit_text_up_to(len(self._buffer) - keep, pieces)
         return False
 
     def _opening(self, pieces: list[Piece]) -> bool:
         """Parse a function's name after `<function=`, which may follow an opening tag."""
-        stripped = self._buffer.lstrip()
-        if not stripped or (stripped != FUNCTION and FUNCTION.startswith(stripped)):
+        self._buffer = self._held.strip_start(self._buffer)
+        if self._buffer != FUNCTION and FUNCTION.startswith(self._buffer):
             return False
-        if stripped.startswith(FUNCTION):
-            name, closed, rest = stripped[len(FUNCTION) :].partition(">")
+        if self._buffer.startswith(FUNCTION):
+            name, closed, rest = self._buffer[len(FUNCTION) :].partition(">")
             is_name = (
                 len(name.strip()) > 0 and len(name) < _MAX_NAME_CHARACTERS and "\n" not in name
             )
@@ -113,6 +110,7 @@ class QwenCoderCalls(CallStateMachine):
         return True
 
     def _open(self, name: str, rest: str, pieces: list[Piece]) -> None:
+        self._held.take()
         pieces.append(Call(self.calls, name))
         self.calls += 1
         self._has_text_since_call, self._name, self._parameter_count, self._buffer = (
@@ -129,12 +127,12 @@ class QwenCoderCalls(CallStateMachine):
 
     def _parameters(self, pieces: list[Piece]) -> bool:
         """Parse the tag of the next parameter, or the end of the function."""
-        stripped = self._buffer.lstrip()
+        self._buffer = self._buffer.lstrip()
         tags = (PARAMETER, END_OF_FUNCTION, CLOSE)
-        if not stripped or any(stripped != tag and tag.startswith(stripped) for tag in tags):
+        if any(self._buffer != tag and tag.startswith(self._buffer) for tag in tags):
             return False
-        if stripped.startswith(PARAMETER):
-            body = stripped[len(PARAMETER) :]
+        if self._buffer.startswith(PARAMETER):
+            body = self._buffer[len(PARAMETER) :]
             key, closed, rest = body.partition(">")
             if not closed and len(key) < _MAX_NAME_CHARACTERS:
                 return False
@@ -144,7 +142,7 @@ class QwenCoderCalls(CallStateMachine):
             self._begin_value(key.strip(), pieces)
             return True
         self._emit_arguments("}" if self._parameter_count else "{}", pieces)
-        self._buffer = stripped.removeprefix(END_OF_FUNCTION)
+        self._buffer = self._buffer.removeprefix(END_OF_FUNCTION)
         self._step = self._closing
         return True
 
@@ -206,11 +204,10 @@ class QwenCoderCalls(CallStateMachine):
     def _closing(self, pieces: list[Piece]) -> bool:
         """Skip the closing tag of a call, if there is one. Return False if more text is needed to
         decide."""
-        stripped = self._buffer.lstrip()
-        if not stripped or (stripped != CLOSE and CLOSE.startswith(stripped)):
+        self._buffer = self._buffer.lstrip()
+        if self._buffer != CLOSE and CLOSE.startswith(self._buffer):
             return False
-        if stripped.startswith(CLOSE):
-            self._buffer = stripped[len(CLOSE) :]
+        self._buffer = self._buffer.removeprefix(CLOSE)
         self._step = self._text
         return True
 
@@ -219,7 +216,7 @@ class QwenCoderCalls(CallStateMachine):
         closing tags is completed. If it is cut off inside a value, its arguments stay
         incomplete."""
         pieces: list[Piece] = []
-        rest, self._buffer = self._buffer, ""
+        rest, self._buffer = self._held.take() + self._buffer, ""
         if self._step == self._parameters:
             self._emit_arguments("}" if self._parameter_count else "{}", pieces)
         elif self._step == self._string_value:

@@ -5,11 +5,12 @@ import functools
 import pytest
 
 from nanoactor.server.json_calls import LlamaCalls, MistralCalls
-from nanoactor.server.tool_calls import ToolCallParser
+from nanoactor.server.tool_calls import CallsAfterReasoning, ToolCallParser
 from nanoactor.server.xml_calls import QwenCoderCalls
 from tests.growth import growth
 
 SCHEMA = {"f": {"properties": {"a": {"type": "object"}, "s": {"type": "string"}}}}
+JSON_CALL = '{"name": "f", "arguments": {}}'
 SHAPES = {
     "a value of Qwen3-Coder's": (
         lambda: QwenCoderCalls(SCHEMA),
@@ -32,13 +33,39 @@ SHAPES = {
     "marks of Mistral's": (MistralCalls, lambda size: "[TOOL_CALLS]" * (size // 12)),
     "tags of Hermes'": (ToolCallParser, lambda size: "<tool_call>{" * (size // 12)),
 }
+SPACES = {
+    "thoughts in the content": (lambda: CallsAfterReasoning("optional"), [""]),
+    "Hermes'": (
+        ToolCallParser,
+        ["", "a", "<tool_call>", f"<tool_call>{JSON_CALL}</tool_call>"],
+    ),
+    "Qwen3-Coder's": (
+        lambda: QwenCoderCalls(SCHEMA),
+        [
+            *("", "a", "<tool_call>", "<function=f>", "<function=f><parameter=s>a</parameter>"),
+            *("<function=f></function>", "<function=f></function></tool_call>"),
+        ],
+    ),
+    "Llama's": (
+        LlamaCalls,
+        ["", "a", "<|python_tag|>", JSON_CALL, f"{JSON_CALL};", f"{JSON_CALL} a"],
+    ),
+    "Mistral's": (
+        MistralCalls,
+        [
+            *("", "a", "[TOOL_CALLS]", "[TOOL_CALLS][", f"[TOOL_CALLS][{JSON_CALL},"),
+            *(f"[TOOL_CALLS][{JSON_CALL}]", "[TOOL_CALLS]f{}"),
+        ],
+    ),
+}
+"""For each form, texts after which a model may write space without end."""
 
 
-def feed(make, text):
-    """Feed a new parser character by character."""
+def feed(make, text, size=1):
+    """Feed a new parser in pieces of `size` characters."""
     parser = make()
-    for character in text:
-        parser.push(character)
+    for at in range(0, len(text), size):
+        parser.push(text[at : at + size])
     parser.finish()
 
 
@@ -46,4 +73,17 @@ def feed(make, text):
 def test_four_times_the_text_takes_four_times_the_time(shape):
     make, text = SHAPES[shape]
     small, large = (functools.partial(feed, make, text(size << 10)) for size in (8, 32))
+    assert growth(small, large, 9) < 9
+
+
+@pytest.mark.parametrize(
+    ("form", "before"), [(form, before) for form, (_, texts) in SPACES.items() for before in texts]
+)
+def test_four_times_the_space_takes_four_times_the_time(form, before):
+    """In pieces of four characters, scanning the space again and again takes longer than all
+    else."""
+    make = SPACES[form][0]
+    small, large = (
+        functools.partial(feed, make, before + " " * (size << 10), 4) for size in (32, 128)
+    )
     assert growth(small, large, 9) < 9

@@ -167,8 +167,17 @@ def test_a_tag_that_is_only_mentioned_holds_nothing_back():
             '<tool_call>{"name": "f", "arguments": {"a": "' + size * "x" + '"}}</tool_call>'
         ),
         lambda size: "<think>" + size // 2 * "\n" + "</think>" + size // 2 * " ",
+        lambda size: size * " ",
+        lambda size: "<think>Hm." + size * "\n",
+        lambda size: "Hello" + size * " ",
+        lambda size: f"{block(OSLO)}{size * ' '}",
+        lambda size: "<tool_call>" + size * " ",
+        lambda size: f"{block(OSLO)}{size * ' '}{block(OSLO)}",
     ],
-    ids=["string", "name", "object", "space"],
+    ids=[
+        *("string", "name", "object", "space", "space first", "lines in thoughts"),
+        *("space after content", "space after a call", "space after a tag", "space between calls"),
+    ],
 )
 def test_a_long_answer_costs_little_for_each_piece(text):
     """Time that grows with the square of the length would be sixteenfold here."""
