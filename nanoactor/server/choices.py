@@ -109,6 +109,9 @@ class ChatChoice:
         self._content: list[str] = []
         self._thoughts: list[str] = []
         self._calls: list[dict[str, Any]] = []
+        """Calls without their arguments."""
+        self._arguments: list[list[str]] = []
+        """Pieces of the arguments of each call."""
         self._reason: str | None = None
         self._latest = (0, 0)
         """Number of reasoning characters, and of other characters, in the latest piece of text."""
@@ -186,10 +189,11 @@ class ChatChoice:
                 "function": {"name": piece.name, "arguments": ""},
             }
             self._calls.append(call)
-            # A copy, because later arguments are appended to the stored call.
+            self._arguments.append([])
+            # A copy, because `complete` fills in the arguments of the stored call.
             return {"tool_calls": [{"index": piece.index, **copy.deepcopy(call)}]}
         if isinstance(piece, Arguments):
-            self._calls[piece.index]["function"]["arguments"] += piece.text
+            self._arguments[piece.index].append(piece.text)
             return {"tool_calls": [{"index": piece.index, "function": {"arguments": piece.text}}]}
         self._content.append(piece)
         return {"content": piece}
@@ -208,6 +212,8 @@ class ChatChoice:
         if self._thoughts:
             message["reasoning_content"] = "".join(self._thoughts)
         if self._calls:
+            for call, arguments in zip(self._calls, self._arguments, strict=True):
+                call["function"]["arguments"] = "".join(arguments)
             message["tool_calls"] = self._calls
         logprobs = None if self.logprobs is None else self.logprobs.all_entries()
         return _choice(self._index, self._reason, logprobs, message=message)

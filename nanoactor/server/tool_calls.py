@@ -26,6 +26,9 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _MAX_HEADER_CHARACTERS = 1024
 """Maximum number of characters before the arguments of a call. If there are more, the call is not
 streamed, but returned at its end."""
+_MAX_UNCLOSED_STRINGS = 32
+"""Maximum number of calls with an unclosed string that are recognized at the end of an output. Each
+requires parsing the rest of the output again. What follows them is text."""
 # Matches the start of a call up to its arguments, which are an object or a string.
 _HEADER = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"arguments"\s*:\s*(?=[{"])', re.DOTALL
@@ -311,19 +314,40 @@ class ToolCallParser(CallStateMachine):
     def finish(self) -> list[Piece]:
         """Return the remaining text, calls and arguments at the end of the output."""
         pieces: list[Piece] = []
-        remainder, self._buffer = self._held.take() + "".join(self._parts) + self._buffer, ""
-        if self._state is _State.TEXT and (remainder.strip() or not self.calls):
-            self._emit_text(remainder, pieces)
-        elif self._state in (_State.HEADER, _State.UNUSUAL):
-            # If a quotation mark was not closed, a closing tag was mistaken for part of a string.
-            raw, close, rest = remainder.partition(CLOSE)
+        for _ in range(_MAX_UNCLOSED_STRINGS):
+            if not self._finish_once(pieces):
+                return pieces
+        before = self._whitespace + OPEN if self._is_inside_call else ""
+        self._emit_text(before + self._take_rest(), pieces)
+        return pieces
+
+    @property
+    def _is_inside_call(self) -> bool:
+        """True if the text ends inside a call none of which has been emitted."""
+        return self._state in (_State.HEADER, _State.UNUSUAL)
+
+    def _take_rest(self) -> str:
+        rest = self._held.take() + "".join(self._parts) + self._buffer
+        self._parts, self._buffer = [], ""
+        return rest
+
+    def _finish_once(self, pieces: list[Piece]) -> bool:
+        """Emit what remains. If a quotation mark was not closed, so that a closing tag was mistaken
+        for part of a string, emit only the text up to this tag, parse the text after it, and return
+        True."""
+        rest = self._take_rest()
+        if self._state is _State.TEXT and (rest.strip() or not self.calls):
+            self._emit_text(rest, pieces)
+        elif self._is_inside_call:
+            raw, close, rest = rest.partition(CLOSE)
             self._emit_whole_call(raw, close, pieces)
             if close:
-                self._state, self._parts = _State.TEXT, []
-                pieces += [*self.push(rest), *self.finish()]
-        elif self._state is _State.STRING and remainder:
-            pieces.append(Arguments(self.calls - 1, remainder))
-        return pieces
+                self._state = _State.TEXT
+                pieces += self.push(rest)
+                return True
+        elif self._state is _State.STRING and rest:
+            pieces.append(Arguments(self.calls - 1, rest))
+        return False
 
 
 class CallsAfterReasoning:

@@ -273,7 +273,7 @@ def _coerce(text: str, types: frozenset[str]) -> str:
         return "null"
     if "integer" in types and re.fullmatch(r"[+-]?\d{1,300}", bare):
         return str(int(bare))
-    if "number" in types and re.fullmatch(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", bare):
+    if "number" in types and re.fullmatch(r"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?", bare):
         number = float(bare)
         if math.isfinite(number):
             is_integral = number.is_integer() and abs(number) < 2**53

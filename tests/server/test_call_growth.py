@@ -31,7 +31,15 @@ SHAPES = {
     "objects of Llama's": (LlamaCalls, lambda size: "{" * size),
     "tags of Llama's": (LlamaCalls, lambda size: '<|python_tag|>{"a": 1}' * (size // 22)),
     "marks of Mistral's": (MistralCalls, lambda size: "[TOOL_CALLS]" * (size // 12)),
+    "a number of Qwen3-Coder's": (
+        lambda: QwenCoderCalls({"f": {"properties": {"a": {"type": "number"}}}}),
+        lambda size: "<function=f><parameter=a>" + "1" * size + "x</parameter>",
+    ),
     "tags of Hermes'": (ToolCallParser, lambda size: "<tool_call>{" * (size // 12)),
+    "strings of Hermes' that nothing closes": (
+        ToolCallParser,
+        lambda size: '<tool_call>{\\"</tool_call>' * (size // 26),
+    ),
 }
 SPACES = {
     "thoughts in the content": (lambda: CallsAfterReasoning("optional"), [""]),

@@ -286,6 +286,14 @@ def test_a_quotation_mark_that_is_left_open_hides_no_later_call(size):
     assert "".join(piece.text for piece in pieces if isinstance(piece, Arguments)) == "{}"
 
 
+@pytest.mark.parametrize("size", [1, 26, 10_000])
+def test_quotation_marks_that_are_left_open_lose_no_text(size):
+    """Thousands of them once exceeded the recursion limit."""
+    text = '<tool_call>{\\"</tool_call>' * 3000
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    assert found(ToolCallParser, pieces) == (text, [])
+
+
 def test_no_number_that_is_no_json_becomes_an_argument():
     parser = ToolCallParser()
     text = '<tool_call>{"arguments": {"a": NaN}, "name": "f"}</tool_call>'
