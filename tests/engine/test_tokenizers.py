@@ -172,7 +172,8 @@ def test_options_that_are_nested_too_deeply_end_their_request_alone():
     """A user's process may allow more than ours do."""
     limit = sys.getrecursionlimit()
     nested = 1
-    for _ in range(2 * limit):
+    # From Python 3.12 on, `json` does not heed the limit, but has one of its own.
+    for _ in range(2 * limit if sys.version_info < (3, 12) else 100_000):
         nested = [nested]
     with LLM("demo", **{**SIMULATED, "placement": "default"}) as llm:
         sys.setrecursionlimit(5 * limit)

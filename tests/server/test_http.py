@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import socket
+import sys
 import time
 import uuid
 
@@ -277,7 +278,12 @@ def test_large_bodies_on_their_way_are_bounded_and_idle_ones_shut_nobody_out():
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("depth", [200, 700, 900, 980, 3000])
+READS_DEEPLY = sys.version_info >= (3, 12)
+"""Whether `json` reads and writes values that are nested more deeply than `sys.getrecursionlimit()`
+allows."""
+
+
+@pytest.mark.parametrize("depth", [200, 700, 900, 980, 3000, 100_000])
 def test_values_of_any_depth(fast_server, depth):
     deep = b"[" * depth + b"]" * depth
     tool = b'{"type":"function","function":{"name":"f","parameters":{"a":' + deep + b"}}}"
@@ -294,7 +300,7 @@ def test_values_of_any_depth(fast_server, depth):
     ):
         # A depth that a template can write is written, and may be too long for a prompt.
         assert status(send(fast_server, posted(path, body))) in (200, 400), path
-        if depth == 3000:
+        if depth > (3000 if READS_DEEPLY else 980):
             assert status(send(fast_server, posted(path, body))) == 400, path
     kwargs = chat + b'"chat_template_kwargs":{"a":' + deep + b"}}"
     assert status(send(fast_server, posted("/v1/chat/completions", kwargs))) == 400
@@ -317,7 +323,7 @@ def test_what_can_just_be_read_can_be_written_again_or_is_refused(fast_server, s
         found.add(status(answer))
         if status(answer) == 200 and stream == b"true":
             assert answer.count(b"event: response.incomplete") == 1, depth
-    assert found == {200, 400}
+    assert found == ({200} if READS_DEEPLY else {200, 400})
     assert not any("Traceback" in line for line in fast_server.lines[lines:])
 
 
