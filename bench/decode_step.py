@@ -534,9 +534,9 @@ class Parent:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    kinds = ("check", "time", "others", "repeat", "walk", "variants", "sanitized")
+    kinds = ("check", "time", "others", "repeat", "walk", "variants", "sanitized", "contexts")
     parser.add_argument("--model", choices=SIZES, default="0.6b")
-    parser.add_argument("--only", nargs="+", choices=kinds, default=kinds[:-1])
+    parser.add_argument("--only", nargs="+", choices=kinds, default=kinds[:-2])
     parser.add_argument("--out", help="a file for all results, as JSON")
     parser.add_argument("--limit", type=float, default=140, help="seconds for all")
     parser.add_argument("--patience", type=float, default=2, help="seconds until a hang ends")

@@ -88,6 +88,12 @@ def times(model: str) -> Iterator[Case]:
         yield {"kind": "time", "model": model, "contexts": contexts}
 
 
+def context_lengths(model: str) -> Iterator[Case]:
+    """One row whose context is divided among more and more blocks."""
+    for context in (512, 1024, 1040, 1100, 2000, 4000, 16000):
+        yield {"kind": "time", "model": model, "contexts": [context], "options": {"trace": False}}
+
+
 def others() -> Iterator[Case]:
     for model in ("8b", "1.7b", "4b", "qwen2.5-7b", "llama-1b"):
         for rows in (1, 8, 16):
@@ -139,6 +145,7 @@ def cases_of(args: argparse.Namespace) -> list[Case]:
     kinds = {
         "check": lambda: checks(args.model),
         "time": lambda: times(args.model),
+        "contexts": lambda: context_lengths(args.model),
         "others": others,
         "repeat": lambda: repeats(args.model),
         "walk": lambda: walks(args.model),

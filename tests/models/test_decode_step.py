@@ -394,6 +394,11 @@ def error(got, wanted):
         ),
         # One long context among short ones: blocks have several segments.
         ([900, 3, 3, 3, 3, 3, 3, 3], {"blocks": 9, "block_size": 32}),
+        # A context in 17 parts, of which a lane receives up to 3.
+        (
+            [1040],
+            {"heads": 16, "kv_heads": 2, "head_dim": 128, "hidden": 512, "blocks": 36, "layers": 1},
+        ),
         later([1, 2, 16, 17, 64, 65, 128, 129], {"block_size": 256, "poison": True}),
         later([33, 33, 33], {"blocks": 12, "vocab": 1003, "head": 0}),
         ([37], {"small": EXPERTS, "poison": True, "delays": True}),
@@ -463,6 +468,8 @@ UNROUNDED = (("constexpr bool UNROUNDED = false", "constexpr bool UNROUNDED = tr
         later(
             [9, 20, 3, 5, 6, 7, 70, 8], {"small": EXPERTS, "layers": 1, "poison": True, "seed": 1}
         ),
+        # Several turns of tokens, of which the first is loaded before the queries arrive.
+        ([500], {"small": EXPERTS, "blocks": 3, "delays": True, "seed": 1}),
         # An odd number of experts, and two rows that share some.
         later(
             [9, 20, 3],

@@ -344,28 +344,38 @@ DEVICE void receive_queries(const Consumer& k, Attention& m, const Segment& s) {
   }
 }
 
-// Computes the attention of this warp's tokens of a segment: 16 of every TURN tokens.
-DEVICE void attend_cache(const Consumer& k, const Attention& m, const Segment& s, Softmax& f) {
-  const Paged cache = paged(k.a, k.layer, s.row);
-  const u32 queries = address_of(m.queries) + (k.lane / 4 * QUERY_PITCH + k.lane % 4 * 8) * 2;
-  int token = s.begin + k.warp * 16;
-  if (token >= s.end) return;
+// Keys and values of 16 tokens of a warp.
+struct Tokens {
   Keys keys;
   Values values;
-  u64 at = cache.place_of(token);
-  load_keys(keys, cache.keys, at, s.kv_head, s.end - token, k.lane);
-  load_values(values, cache.values, at, s.kv_head, s.end - token, k.lane);
+};
+
+// Loads this warp's first tokens of a segment, if it has any.
+DEVICE void load_first(const Consumer& k, const Segment& s, Tokens& t) {
+  const int token = s.begin + k.warp * 16;
+  if (token >= s.end) return;
+  const Paged cache = paged(k.a, k.layer, s.row);
+  const u64 at = cache.place_of(token);
+  load_keys(t.keys, cache.keys, at, s.kv_head, s.end - token, k.lane);
+  load_values(t.values, cache.values, at, s.kv_head, s.end - token, k.lane);
+}
+
+// Computes the attention of this warp's tokens of a segment: 16 of every TURN tokens.
+DEVICE void attend_cache(const Consumer& k, const Attention& m, const Segment& s, Tokens& t, Softmax& f) {
+  const Paged cache = paged(k.a, k.layer, s.row);
+  const u32 queries = address_of(m.queries) + (k.lane / 4 * QUERY_PITCH + k.lane % 4 * 8) * 2;
 #pragma unroll 1
-  for (; token < s.end; token += TURN) {
+  for (int token = s.begin + k.warp * 16; token < s.end; token += TURN) {
     const int left = s.end - token, more = left - TURN;
     float score[4] = {0, 0, 0, 0};
     u32 a0, a2;
+    u64 at = 0;
     if (more > 0) at = cache.place_of(token + TURN);
-    scores(score, keys, queries);
-    if (more > 0) load_keys(keys, cache.keys, at, s.kv_head, more, k.lane);
+    scores(score, t.keys, queries);
+    if (more > 0) load_keys(t.keys, cache.keys, at, s.kv_head, more, k.lane);
     soften(f, score, left, a0, a2, k.lane);
-    add_values(f, values, a0, a2);
-    if (more > 0) load_values(values, cache.values, at, s.kv_head, more, k.lane);
+    add_values(f, t.values, a0, a2);
+    if (more > 0) load_values(t.values, cache.values, at, s.kv_head, more, k.lane);
   }
 }
 
@@ -448,13 +458,20 @@ DEVICE void finish_segment(const Consumer& k, const Attention& m, const Segment&
   }
 }
 
+// Whether the first tokens of the cache are loaded before the queries arrive. This helps where
+// waiting takes more of the time than reading weights does. Elsewhere, it delays the queries.
+constexpr bool LOADS_EARLY = PACKED && EXPERTS > 0 && ROWS == 1;
+
 DEVICE void attend_segment(const Consumer& k, Attention& m, const Segment& s) {
+  Tokens tokens;
+  if (LOADS_EARLY) load_first(k, s, tokens);
   perhaps_delay();
   receive_queries(k, m, s);
   sync_consumers<THREADS>();  // queries and the new token are in shared memory
   mark(k.a, k.layer, ATTENTION, 0);
+  if (!LOADS_EARLY) load_first(k, s, tokens);
   Softmax f;
-  attend_cache(k, m, s, f);
+  attend_cache(k, m, s, tokens, f);
   keep_softmax(k, m, f);
   attend_new(k, m, s);
   sync_consumers<THREADS>();  // the warps' results are in shared memory
@@ -463,20 +480,28 @@ DEVICE void attend_segment(const Consumer& k, Attention& m, const Segment& s) {
 
 // -- parts of a pair --------------------------------------------------------------------------
 
-// Receives one word of part `number`, and the maximum and sum of its head.
-DEVICE Part receive_part(const Consumer& k, const Segment& s, int number, int word) {
-  const int part = part_of(s, s.first_block + number), where = k.where(COMBINE);
-  const uint4* outputs = k.a.parts + part * PAIR_WORDS + word;
-  const uint4* weights = k.a.weights + part * GROUP_HEADS + word * 2 / HEAD_DIM;
+constexpr int PARTS_AT_ONCE = 4;  // parts of a word that a lane receives at a time
+
+// Receives one word of up to PARTS_AT_ONCE parts, every `stride`-th from part `number` on, with the
+// maxima and sums of its head. Parts that do not exist are neutral.
+DEVICE void receive_parts(const Consumer& k, const Segment& s, Part (&p)[PARTS_AT_ONCE], int number, int stride, int word) {
   const u32 flag = k.flag + PARTS;
-  uint4 out = get16(outputs), weight = get16(weights);
   Patience patience;
-  while (!is_there(out, flag) || !is_there(weight, flag)) {
-    patience.poll(k.a, WAIT_WORDS, where);
-    out = get16(outputs);
-    weight = get16(weights);
+  while (true) {
+    bool good = true;
+#pragma unroll
+    for (int n = 0; n < PARTS_AT_ONCE; ++n) {
+      const int at = number + n * stride, part = part_of(s, s.first_block + at);
+      p[n] = Part{0, 0, NOTHING, 0};
+      if (at >= s.parts) continue;
+      const uint4 out = get16(k.a.parts + part * PAIR_WORDS + word);
+      const uint4 weight = get16(k.a.weights + part * GROUP_HEADS + word * 2 / HEAD_DIM);
+      p[n] = Part{from_bits(out.x), from_bits(out.z), from_bits(weight.x), from_bits(weight.z)};
+      good = good && is_there(out, flag) && is_there(weight, flag);
+    }
+    if (good) return;
+    patience.poll(k.a, WAIT_WORDS, k.where(COMBINE));
   }
-  return Part{from_bits(out.x), from_bits(out.z), from_bits(weight.x), from_bits(weight.z)};
 }
 
 DEVICE void join(Part& p, const Part& q) {
@@ -487,22 +512,29 @@ DEVICE void join(Part& p, const Part& q) {
   p.top = top;
 }
 
-// Combines all parts of this block's share of a pair's words. Adjacent lanes read different parts.
+// Combines all parts of this block's share of a pair's words. As many lanes share a word as there
+// are threads for, so that all words are received at the same time.
 DEVICE void combine_parts(const Consumer& k, const Segment& s) {
   const int number = block_index() - s.first_block;
   const int begin = PAIR_WORDS * number / s.parts, end = PAIR_WORDS * (number + 1) / s.parts;
-  int lanes = 2;  // number of lanes that share a word
-  while (lanes < s.parts && lanes < 32) lanes *= 2;
+  int lanes = 1;  // number of lanes that share a word
+  while (lanes < 32 && lanes < s.parts && 2 * lanes * (end - begin) <= THREADS) lanes *= 2;
   const int at_once = THREADS / lanes, lane = thread_index() % lanes;
 #pragma unroll 1
   for (int first = begin; first < end; first += at_once) {  // the same in all threads, because they shuffle
     const int word = first + thread_index() / lanes;
-    Part p = {0, 0, NOTHING, 0};
+    Part all = {0, 0, NOTHING, 0};
     if (word < end)
-      for (int i = lane; i < s.parts; i += lanes) join(p, receive_part(k, s, i, word));
+#pragma unroll 1
+      for (int i = lane; i < s.parts; i += PARTS_AT_ONCE * lanes) {
+        Part p[PARTS_AT_ONCE];
+        receive_parts(k, s, p, i, lanes, word);
+#pragma unroll
+        for (int n = 0; n < PARTS_AT_ONCE; ++n) join(all, p[n]);
+      }
     for (int i = 1; i < lanes; i *= 2)
-      join(p, Part{shuffle_xor(p.first, i), shuffle_xor(p.second, i), shuffle_xor(p.top, i), shuffle_xor(p.sum, i)});
-    if (word < end && lane == 0) publish_attended(k, s, word, p.first, p.second, p.sum);
+      join(all, Part{shuffle_xor(all.first, i), shuffle_xor(all.second, i), shuffle_xor(all.top, i), shuffle_xor(all.sum, i)});
+    if (word < end && lane == 0) publish_attended(k, s, word, all.first, all.second, all.sum);
   }
 }
 
