@@ -8,6 +8,7 @@ import dataclasses
 
 import numpy as np
 import torch
+import triton
 import triton.language as tl
 from triton.runtime import interpreter
 
@@ -42,6 +43,21 @@ def _patch_once_a_launch():
 
 
 _patch_once_a_launch()
+
+
+def _make_indices_of_arrays():
+    """Before version 3.7, Triton applies `int` to arrays of one number, which NumPy 2.4 refuses."""
+    patch = interpreter._patch_lang_tensor
+
+    def patch_tensor(tensor, scope):
+        patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = patch_tensor
+
+
+if triton.__version__.startswith("3.6."):
+    _make_indices_of_arrays()
 
 
 def _round_to_e4m3_as_gpus_do():
