@@ -167,8 +167,9 @@ class TokenizerActor(Actor):
         self.context.outbox("scheduler").send(rejection(event, error))
 
     def rehearse(self) -> Iterator[object]:
-        """Tokenize a dummy text and hash dummy blocks, to warm up the CPU caches."""
-        if self._config.files.tokenizer_directory is not None:
+        """Tokenize a dummy text and hash dummy blocks, to warm up the CPU caches. If texts have to
+        be encoded in another process, none is tokenized here."""
+        if self._config.files.tokenizer_directory is not None and self._encoder.is_bounded:
             yield self._encoder.encode_text(_DUMMY_TEXT)
         yield block_hashes(np.zeros(512, np.int32), self._block_size, bytes(16))
 

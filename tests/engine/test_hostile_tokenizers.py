@@ -5,8 +5,11 @@ import threading
 
 import pytest
 
-from nanoactor import AsyncLLM, SamplingParams
+from nanoactor import AsyncLLM, EngineConfig, SamplingParams
+from nanoactor.actors.tokenizer import TokenizerActor
 from nanoactor.errors import InvalidRequest
+from nanoactor.model_files.files import read_model_files
+from nanoactor.setup.actors import ActorConfig
 from nanoactor.text import prompt_encoder
 from nanoactor.text.tokenizer import TextEncoder
 from tests.conftest import children
@@ -66,6 +69,21 @@ def test_a_normalizer_that_multiplies_text_costs_its_request_alone(tmp_path):
 
     asyncio.run(main())
     assert not children()
+
+
+@pytest.mark.parametrize("growth", [1, 60])
+def test_a_rehearsal_encodes_nothing_that_needs_another_process(tmp_path, growth):
+    """With enough cores, processes that are notified of a request rehearse it."""
+    steps = dict(normalizer=sequence("normalizers", *[replace("a", "a" * growth)] * 2))
+    path = tokenizer_directory(tmp_path / "m", **steps)
+    config = EngineConfig(str(path))
+    actor = TokenizerActor(ActorConfig(config, read_model_files(config), bytes(16)))
+    actor.setup()
+    actor._block_size = 16
+    try:
+        assert len(list(actor.rehearse())) == (2 if growth == 1 else 1)
+    finally:
+        actor.stop()
 
 
 @pytest.mark.parametrize("prompt", ["To be, or not to be", "aab aa b " * 30, ""])
