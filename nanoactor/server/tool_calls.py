@@ -27,8 +27,8 @@ _MAX_HEADER_CHARACTERS = 1024
 """Maximum number of characters before the arguments of a call. If there are more, the call is not
 streamed, but returned at its end."""
 _MAX_UNCLOSED_STRINGS = 32
-"""Maximum number of calls with an unclosed string that are recognized at the end of an output. Each
-requires parsing the rest of the output again. What follows them is text."""
+"""Maximum number of calls with an unclosed string in an output. Each requires parsing the rest of
+the output again. From the next such call on, the output is text."""
 # Matches the start of a call up to its arguments, which are an object or a string.
 _HEADER = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)+")\s*,\s*"arguments"\s*:\s*(?=[{"])', re.DOTALL
@@ -317,8 +317,11 @@ class ToolCallParser(CallStateMachine):
         for _ in range(_MAX_UNCLOSED_STRINGS):
             if not self._finish_once(pieces):
                 return pieces
-        before = self._whitespace + OPEN if self._is_inside_call else ""
-        self._emit_text(before + self._take_rest(), pieces)
+        if self._is_inside_call:
+            self._state = _State.TEXT
+            self._emit_text(self._whitespace + OPEN + self._take_rest(), pieces)
+        else:
+            self._finish_once(pieces)
         return pieces
 
     @property
@@ -340,9 +343,9 @@ class ToolCallParser(CallStateMachine):
             self._emit_text(rest, pieces)
         elif self._is_inside_call:
             raw, close, rest = rest.partition(CLOSE)
+            self._state = _State.TEXT
             self._emit_whole_call(raw, close, pieces)
             if close:
-                self._state = _State.TEXT
                 pieces += self.push(rest)
                 return True
         elif self._state is _State.STRING and rest:

@@ -294,6 +294,25 @@ def test_quotation_marks_that_are_left_open_lose_no_text(size):
     assert found(ToolCallParser, pieces) == (text, [])
 
 
+@pytest.mark.parametrize("count", [1, 31, 32, 33])
+@pytest.mark.parametrize("size", [1, 1000])
+def test_a_call_behind_quotation_marks_that_are_left_open_is_found(count, size):
+    unclosed = '<tool_call>{\\"</tool_call>' * count
+    call = '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1'  # cut off
+    text = unclosed + call
+    pieces = [text[at : at + size] for at in range(0, len(text), size)]
+    if count <= 32:
+        assert found(ToolCallParser, pieces) == (unclosed, [("f", '"{\\"a\\": 1')])
+    else:
+        assert found(ToolCallParser, pieces) == (text, [])
+
+
+def test_finishing_again_gives_nothing():
+    parser = ToolCallParser()
+    assert parser.push("a <tool_call>{") + parser.finish() == ["a", " <tool_call>{"]
+    assert parser.finish() == []
+
+
 def test_no_number_that_is_no_json_becomes_an_argument():
     parser = ToolCallParser()
     text = '<tool_call>{"arguments": {"a": NaN}, "name": "f"}</tool_call>'
