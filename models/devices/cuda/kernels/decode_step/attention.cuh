@@ -344,6 +344,10 @@ DEVICE void receive_queries(const Consumer& k, Attention& m, const Segment& s) {
   }
 }
 
+// Whether the first tokens of the cache are loaded before the queries arrive. This helps where
+// waiting takes more of the time than reading weights does. Elsewhere, it delays the queries.
+constexpr bool LOADS_EARLY = PACKED && EXPERTS > 0 && ROWS == 1;
+
 // Keys and values of 16 tokens of a warp.
 struct Tokens {
   Keys keys;
@@ -364,12 +368,15 @@ DEVICE void load_first(const Consumer& k, const Segment& s, Tokens& t) {
 DEVICE void attend_cache(const Consumer& k, const Attention& m, const Segment& s, Tokens& t, Softmax& f) {
   const Paged cache = paged(k.a, k.layer, s.row);
   const u32 queries = address_of(m.queries) + (k.lane / 4 * QUERY_PITCH + k.lane % 4 * 8) * 2;
+  int token = s.begin + k.warp * 16;
+  if (token >= s.end) return;
+  if (!LOADS_EARLY) load_first(k, s, t);
+  u64 at = 0;
 #pragma unroll 1
-  for (int token = s.begin + k.warp * 16; token < s.end; token += TURN) {
+  for (; token < s.end; token += TURN) {
     const int left = s.end - token, more = left - TURN;
     float score[4] = {0, 0, 0, 0};
     u32 a0, a2;
-    u64 at = 0;
     if (more > 0) at = cache.place_of(token + TURN);
     scores(score, t.keys, queries);
     if (more > 0) load_keys(t.keys, cache.keys, at, s.kv_head, more, k.lane);
@@ -458,10 +465,6 @@ DEVICE void finish_segment(const Consumer& k, const Attention& m, const Segment&
   }
 }
 
-// Whether the first tokens of the cache are loaded before the queries arrive. This helps where
-// waiting takes more of the time than reading weights does. Elsewhere, it delays the queries.
-constexpr bool LOADS_EARLY = PACKED && EXPERTS > 0 && ROWS == 1;
-
 DEVICE void attend_segment(const Consumer& k, Attention& m, const Segment& s) {
   Tokens tokens;
   if (LOADS_EARLY) load_first(k, s, tokens);
@@ -469,7 +472,6 @@ DEVICE void attend_segment(const Consumer& k, Attention& m, const Segment& s) {
   receive_queries(k, m, s);
   sync_consumers<THREADS>();  // queries and the new token are in shared memory
   mark(k.a, k.layer, ATTENTION, 0);
-  if (!LOADS_EARLY) load_first(k, s, tokens);
   Softmax f;
   attend_cache(k, m, s, tokens, f);
   keep_softmax(k, m, f);
