@@ -68,7 +68,8 @@ def same(rows: int) -> list[int]:
 
 
 def checks(model: str) -> Iterator[Case]:
-    yield {"kind": "check", "model": model, "layers": 2, "contexts": [777]}
+    for context in (777, 1040, 2300):  # 9 to 18 parts, not a power of two
+        yield {"kind": "check", "model": model, "layers": 2, "contexts": [context]}
     for rows in (8, 1, 2, 4, 16, 3):
         yield {"kind": "check", "model": model, "layers": 2, "contexts": MIX[:rows][::-1]}
     for rows in (1, 8, 16):
