@@ -176,6 +176,9 @@ class ObservationRoutes:
                 raise APIError(
                     500, "the trace could not be written; see the server's log for the cause"
                 )
+            # First, because a client that has received everything may disconnect, which cancels
+            # what still waits.
+            await exporter.wait()
             await response.write_eof()
             return response
         finally:

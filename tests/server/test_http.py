@@ -327,6 +327,22 @@ def test_what_can_just_be_read_can_be_written_again_or_is_refused(fast_server, s
     assert not any("Traceback" in line for line in fast_server.lines[lines:])
 
 
+def test_a_client_that_has_received_a_trace_and_leaves_is_logged_with_200(fast_server):
+    lines, request = (
+        written(fast_server),
+        b"GET /trace?seconds=0.1 HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    )
+    for _ in range(5):
+        with socket.create_connection(("127.0.0.1", fast_server.port)) as connection:
+            connection.sendall(request)
+            answer = b""
+            while not answer.endswith(b"\r\n0\r\n\r\n"):
+                answer += connection.recv(1 << 16)
+        assert status(answer) == 200
+    wait_until(lambda: sum("GET /trace" in line for line in fast_server.lines[lines:]) == 5)
+    assert not any(" 499 " in line for line in fast_server.lines[lines:])
+
+
 def test_names_of_fields_do_not_write_the_log(fast_server):
     forged = "x\n2026-01-01 nanoactor.access INFO 10.0.0.1 GET /secret 200 \x1b[31m"
     for name in (forged, "y" * 500_000):
