@@ -16,6 +16,8 @@ export PYTHONDONTWRITEBYTECODE :=
 	$(PYTHON) -c 'import sys; assert (3, 11) <= sys.version_info < (3, 14), "nanoactor needs Python 3.11 to 3.13, this is " + sys.version'
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt --editable .
+	@# After `pip install .`, files that Numba has cached there remain, and would hide the checkout.
+	rm -rf .venv/lib/python3.*/site-packages/nanoactor
 	touch $@
 
 .venv/.ready: .venv/.installed
