@@ -172,13 +172,12 @@ class ObservationRoutes:
             while chunk := await exporter.stdout.read(_CHUNK_BYTES):
                 await response.prepare(request)  # only the first call has an effect
                 await response.write(chunk)
-            if not response.prepared:
+            # Before the answer ends: a client that has received everything may disconnect, and that
+            # would cancel this handler.
+            if await exporter.wait() or not response.prepared:
                 raise APIError(
                     500, "the trace could not be written; see the server's log for the cause"
                 )
-            # First, because a client that has received everything may disconnect, which cancels
-            # what still waits.
-            await exporter.wait()
             await response.write_eof()
             return response
         finally:

@@ -23,7 +23,8 @@ NEVER_ENDS = ("a" * 21 + "!") * 2900
 
 
 def engine(path, **options):
-    shape = dict(device="simulated:2", max_model_len=512, template_timeout=1.0)
+    # With `awake_ms`, processes rehearse requests, as they do on machines with many cores.
+    shape = dict(device="simulated:2", max_model_len=512, template_timeout=1.0, awake_ms=1.0)
     return AsyncLLM(str(path), **shape | options)
 
 

@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from nanoactor.server import observe
 from tests.server.harness import SIMULATED, hang_up, here, posted, raw, served
 
 COMPLETION = {"model": "demo", "prompt": "ROMEO:", "max_tokens": 2}
@@ -327,20 +328,35 @@ def test_what_can_just_be_read_can_be_written_again_or_is_refused(fast_server, s
     assert not any("Traceback" in line for line in fast_server.lines[lines:])
 
 
+TRACE = b"GET /trace?seconds=0.1 HTTP/1.1\r\nHost: localhost\r\n\r\n"
+
+
 def test_a_client_that_has_received_a_trace_and_leaves_is_logged_with_200(fast_server):
-    lines, request = (
-        written(fast_server),
-        b"GET /trace?seconds=0.1 HTTP/1.1\r\nHost: localhost\r\n\r\n",
-    )
+    lines = written(fast_server)
     for _ in range(5):
         with socket.create_connection(("127.0.0.1", fast_server.port)) as connection:
-            connection.sendall(request)
+            connection.sendall(TRACE)
             answer = b""
             while not answer.endswith(b"\r\n0\r\n\r\n"):
                 answer += connection.recv(1 << 16)
         assert status(answer) == 200
     wait_until(lambda: sum("GET /trace" in line for line in fast_server.lines[lines:]) == 5)
     assert not any(" 499 " in line for line in fast_server.lines[lines:])
+
+
+@pytest.mark.parametrize("text", ["", "{"])
+def test_a_trace_whose_exporter_fails_is_no_complete_answer(monkeypatch, text):
+    program = f"import sys; sys.stdin.buffer.read(); sys.stdout.write({text!r}); sys.exit(1)"
+    monkeypatch.setattr(observe, "_EXPORTER", [sys.executable, "-c", program])
+
+    async def main():
+        async with here() as server:
+            leaves = TRACE[:-2] + b"Connection: close\r\n\r\n"
+            return await raw(server.port, leaves)
+
+    answer = asyncio.run(main())
+    assert status(answer) == (200 if text else 500)
+    assert not answer.endswith(b"\r\n0\r\n\r\n")
 
 
 def test_names_of_fields_do_not_write_the_log(fast_server):
