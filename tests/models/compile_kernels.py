@@ -190,9 +190,9 @@ def build_experts(kind):
             shape |= {"block": 128, "tile": triton.next_power_of_2(inputs), "outputs": 8}
             build(kernel, kind, shape | ({} if packed else {"scales": None}), types)
     types = {"weight": "*fp32", "logits": "*fp32"}
-    for _, rows in routing._TOKENS_PER_PROGRAM:
-        weigh = {"hidden": 2048, "experts": 128, "rows": rows, "outputs": 4, "inputs": 2048}
-        build(routing._compute_router_logits, kind, weigh, types, num_warps=8)
+    for _, (rows, inputs, warps) in routing._LOGITS_CONFIGS:
+        weigh = {"hidden": 2048, "experts": 128, "rows": rows, "outputs": 4, "inputs": inputs}
+        build(routing._compute_router_logits, kind, weigh, types, num_warps=warps)
     choose = {"top_k": 8, "renormalize": True, "padded": 128, "padded_k": 8, "dtype": tl.bfloat16}
     build(routing._select_experts, kind, choose, PAIRS | {"logits": "*fp32"}, num_warps=1)
     align = {"experts": 128, "padded": 128, "size": 16, "chunk": 256}

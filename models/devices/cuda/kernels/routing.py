@@ -18,9 +18,10 @@ from nanoactor.models.devices.cuda.kernels.dependent_launch import (
 )
 from nanoactor.models.weights.linear import Router
 
-_TOKENS_PER_PROGRAM = ((16, 1), (64, 4))
-"""Pairs of a maximum number of tokens and the number of tokens per program, which share each read
-of the router's weights. With more tokens, cuBLAS computes the router logits."""
+_LOGITS_CONFIGS = ((4, (1, 2048, 8)), (32, (4, 2048, 8)), (128, (8, 512, 4)))
+"""Pairs of a maximum number of tokens and a configuration: the number of tokens per program, which
+share each read of the router's weights, the number of inputs that are read at a time, and the
+number of warps. With more tokens, cuBLAS computes the router logits. Measured on an H200."""
 _PAIR_CHUNKS = (256, 1024, 4096)
 """Numbers of pairs that can be read at a time. The smallest one that covers all pairs is used, or
 the largest one if none does."""
@@ -35,8 +36,9 @@ def route(x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
     topk_weights = torch.empty(tokens, top_k, dtype=torch.float32, device=x.device)
     if not tokens:
         return ids, topk_weights
-    rows = next((rows for most, rows in _TOKENS_PER_PROGRAM if tokens <= most), None)
-    if rows is not None:
+    config = next((config for most, config in _LOGITS_CONFIGS if tokens <= most), None)
+    if config is not None:
+        rows, inputs, warps = config
         logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
         _compute_router_logits[(triton.cdiv(tokens, rows), triton.cdiv(experts, 4))](
             x.contiguous(),
@@ -47,8 +49,8 @@ def route(x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
             experts=experts,
             rows=rows,
             outputs=4,
-            inputs=min(2048, triton.next_power_of_2(hidden)),
-            num_warps=8,
+            inputs=min(inputs, triton.next_power_of_2(hidden)),
+            num_warps=warps,
             **dependent_launch(),
         )
     else:
@@ -88,16 +90,16 @@ def _compute_router_logits(
     token_offsets = token.to(tl.int64)[:, None]
     token_mask = (token < tokens)[:, None]
     j = tl.program_id(1) * outputs + tl.arange(0, outputs)
-    total = tl.zeros([rows, outputs], tl.float32)
+    products = tl.zeros([rows, outputs, inputs], tl.float32)
     for begin in range(0, hidden, inputs):
         i = begin + tl.arange(0, inputs)
         mask = token_mask & (i < hidden)[None, :]
         values = tl.load(x + token_offsets * hidden + i[None, :], mask=mask, other=0.0)
         mask = (j < experts)[:, None] & (i < hidden)[None, :]
         loaded = tl.load(weight + j[:, None] * hidden + i[None, :], mask=mask, other=0.0)
-        total += tl.sum(loaded[None, :, :] * values.to(tl.float32)[:, None, :], 2)
+        products += loaded[None, :, :] * values.to(tl.float32)[:, None, :]
     mask = token_mask & (j < experts)[None, :]
-    tl.store(logits + token_offsets * experts + j[None, :], total, mask=mask)
+    tl.store(logits + token_offsets * experts + j[None, :], tl.sum(products, 2), mask=mask)
 
 
 @triton.jit
