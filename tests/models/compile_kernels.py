@@ -242,7 +242,12 @@ def main():
         build_experts(kind)
     build_fp8("bf16")
     build(sampling._pick_winners, "bf16", {"padded": 64})
-    build(decode_attention._plan_splits, "bf16", {"tile": 64, "block": 256}, {"rows": "i32"})
+    build(
+        decode_attention._plan_splits,
+        "bf16",
+        {"tile": 64, "block": 256, "waves": 2},
+        {"rows": "i32", "concurrent_chunks": "i32"},
+    )
     constants = {
         "block_size": 64,
         "has_rope_deltas": True,

@@ -518,6 +518,42 @@ def test_contexts_in_chunks(device):
     assert max(case.errors()) < 2e-6
 
 
+@pytest.mark.parametrize(
+    ("tiles", "places", "length"),
+    [
+        ([17, 21, 19, 18] * 16, 66, 11),  # 128 chunks in two waves; 7 would be the shortest
+        ([21] * 64, 33, 21),  # whole contexts in two waves
+        ([21] * 96, 33, 7),  # three waves of whole contexts: the shortest
+        ([21] * 8, 66, 2),  # few rows: all places have chunks
+        ([1, 62] * 32, 66, 11),  # two waves would need chunks of 62: too long
+        ([5] * 128, 66, 5),
+        ([250] + [5] * 63, 66, 5),
+        ([1], 66, 1),
+    ],
+)
+def test_the_length_of_chunks(device, tiles, places, length):
+    """Two waves if contexts are alike, and otherwise as short as there is memory for."""
+    if device.traits.name == "cpu":
+        pytest.skip("the CPU does not split contexts")
+    from nanoactor.models.devices.cuda.kernels.decode_attention import Splits, plan_splits
+
+    contexts = int32(device, [64 * count - row % 64 for row, count in enumerate(tiles)])
+    rows, extra = len(tiles), max(132, 3 * len(tiles))
+    room = poisoned(device, rows + extra)
+    sums = torch.empty(rows + extra, 4, 16), torch.empty(rows + extra, 4)
+    splits = Splits(room, room.clone(), room[:rows].clone(), poisoned(device, 2), *sums, places)
+    plan_splits(contexts, splits)
+    counts = [-(-count // length) for count in tiles]
+    assert splits.plan.tolist() == [64 * length, sum(counts)]
+    assert splits.rows[: sum(counts)].tolist() == [
+        row for row, count in enumerate(counts) for _ in range(count)
+    ]
+    assert splits.chunk_indices[: sum(counts)].tolist() == [
+        index for count in counts for index in range(count)
+    ]
+    assert splits.first_items.tolist() == [sum(counts[:row]) for row in range(rows)]
+
+
 @pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 3, 20), (16, 8, 128)])

@@ -30,6 +30,9 @@ blocks. Measured on an H200 with bench/kernels.py."""
 _MAX_EXTRA_CHUNKS = 1024
 """Limit on the additional chunks that a step has in proportion to its rows. It is enough to keep
 any GPU busy."""
+_WAVES = 2
+"""Number of programs per place on the GPU that is best for rows of similar lengths. Measured on an
+H200 with bench/decode_chunks.py."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,6 +52,8 @@ class Splits:
     """Attention output of each chunk, float32 (chunks, heads, head_dim)."""
     lse: torch.Tensor
     """Base-2 logarithm of each chunk's sum of exponentials, float32 (chunks, heads)."""
+    concurrent_chunks: int
+    """Number of chunks (of all key-value heads) that the GPU processes at the same time."""
 
     @classmethod
     def empty(
@@ -67,6 +72,7 @@ class Splits:
             ints(2),
             torch.empty(items, heads, head_dim, dtype=torch.float32, device=device),
             torch.empty(items, heads, dtype=torch.float32, device=device),
+            max(1, _concurrent_programs(head_dim, device) // kv_heads),
         )
 
     def for_rows(self, rows: int, kv_heads: int) -> Splits:
@@ -79,7 +85,20 @@ class Splits:
             self.plan,
             self.outputs[:items],
             self.lse[:items],
+            self.concurrent_chunks,
         )
+
+
+def _concurrent_programs(head_dim: int, device: torch.device) -> int:
+    """Return the number of programs for which the GPU's shared memory has room, in a 16-bit
+    dtype."""
+    if device.type != "cuda":  # in the interpreter
+        return 2
+    properties = torch.cuda.get_device_properties(device)
+    _, stages = _LARGE_BLOCK_CONFIG
+    program_bytes = stages * 2 * _TILE * max(16, triton.next_power_of_2(head_dim)) * 2
+    per_processor = max(1, properties.shared_memory_per_multiprocessor // program_bytes)
+    return int(properties.multi_processor_count * per_processor)
 
 
 def _target_extra_chunks(rows: int, kv_heads: int, device: torch.device) -> int:
@@ -96,7 +115,12 @@ def _target_extra_chunks(rows: int, kv_heads: int, device: torch.device) -> int:
 
 def plan_splits(contexts: torch.Tensor, splits: Splits) -> None:
     """Split `contexts`, int32 (rows,), into chunks of equal length, and store the chunks in
-    `splits`. They are about as short as its memory allows."""
+    `splits`.
+
+    If the contexts have similar lengths, the chunks are as short as possible while all of them run
+    in two waves, because a third wave would be nearly empty. If not, they are about as short as the
+    memory of `splits` allows, so that the longest context does not end alone.
+    """
     rows = len(contexts)
     _plan_splits[(1,)](
         contexts,
@@ -106,6 +130,8 @@ def plan_splits(contexts: torch.Tensor, splits: Splits) -> None:
         splits.plan,
         rows,
         len(splits.rows) - rows,
+        splits.concurrent_chunks,
+        waves=_WAVES,
         tile=_TILE,
         block=triton.next_power_of_2(rows),
         num_warps=4 if rows <= 512 else 8,
@@ -113,7 +139,7 @@ def plan_splits(contexts: torch.Tensor, splits: Splits) -> None:
     )
 
 
-@triton.jit(do_not_specialize=["rows", "extra_chunks"])
+@triton.jit(do_not_specialize=["rows", "extra_chunks", "concurrent_chunks"])
 def _plan_splits(
     contexts,
     item_rows,
@@ -122,6 +148,8 @@ def _plan_splits(
     plan,
     rows,
     extra_chunks,
+    concurrent_chunks,
+    waves: tl.constexpr,
     tile: tl.constexpr,
     block: tl.constexpr,
     overlaps: tl.constexpr,
@@ -130,8 +158,20 @@ def _plan_splits(
     row = tl.arange(0, block)
     context = tl.load(contexts + row, mask=row < rows, other=0)
     # Rounding up adds less than one chunk per row, so there is room for all items.
-    total = tl.sum(tl.cdiv(context, tile), 0)
-    chunk_length = tl.maximum(tl.cdiv(total, extra_chunks), 1) * tile
+    tiles = tl.cdiv(context, tile)
+    total = tl.sum(tiles, 0)
+    shortest = tl.maximum(tl.cdiv(total, extra_chunks), 1)
+    # The shortest chunks that are at most `waves` for each place, by bisection.
+    low, high = shortest, tl.maximum(tl.max(tiles, 0), shortest)
+    while low < high:
+        middle = (low + high) // 2
+        is_enough = tl.sum(tl.cdiv(tiles, middle), 0) <= waves * concurrent_chunks
+        high = tl.where(is_enough, middle, high)
+        low = tl.where(is_enough, low, middle + 1)
+    # A chunk of more than 2/3 of a place's share would leave other places without work at the end.
+    fits = tl.sum(tl.cdiv(tiles, high), 0) <= waves * concurrent_chunks
+    is_short = 3 * high.to(tl.int64) * concurrent_chunks <= 2 * total.to(tl.int64)
+    chunk_length = tl.where(fits & is_short, high, shortest) * tile
     counts = tl.cdiv(context, chunk_length)
     ends = tl.cumsum(counts, 0)
     starts = ends - counts
