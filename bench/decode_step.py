@@ -34,7 +34,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from bench.decode_step_cases import SIZES, Case, cases_of, name_of, shape_of, shapes_of
-from bench.decode_step_operators import DEVICE, Operators
+from bench.decode_step_operators import DEVICE, GROUP, Operators
 from bench.decode_step_reference import (
     EPS,
     Expected,
@@ -96,7 +96,7 @@ class Worker:
             self.models.clear()
             torch.cuda.empty_cache()
             generator = torch.Generator(DEVICE).manual_seed(1)
-            weights = random_weights(shape, generator)
+            weights = random_weights(shape, generator, GROUP)
             operators = Operators(shape, weights)
             cos, sin = operators.tables()
             weights = dataclasses.replace(weights, cos=cos, sin=sin)

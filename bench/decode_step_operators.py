@@ -29,6 +29,8 @@ from nanoactor.models.weights.whole_step import (
 )
 
 DEVICE = "cuda"
+GROUP = 64
+"""Outputs of a packed matrix that have the same scale: the fewest for which all kernels run."""
 
 
 class GivenWeights(Weights):
@@ -108,8 +110,8 @@ class GivenWeights(Weights):
 
 
 def _packed(matrix: PackedMatrix) -> Fp8Blocks:
-    scales = matrix.scales[..., ::2, :]  # 16 outputs have the same
-    return Fp8Blocks(matrix.weight, scales, 128, 0, torch.bfloat16, 16)
+    scales = matrix.scales[..., :: GROUP // 8, :]
+    return Fp8Blocks(matrix.weight, scales, 128, 0, torch.bfloat16, GROUP)
 
 
 def config_of(shape: Shape) -> ModelConfig:

@@ -26,8 +26,11 @@ def _each(scales: torch.Tensor) -> torch.Tensor:
     return scales.repeat_interleave(8, -2).repeat_interleave(128, -1)
 
 
-def random_weights(shape: Shape, generator: torch.Generator, positions: int = 4096) -> ModelWeights:
-    """Draw a model whose activations stay of the order of 1."""
+def random_weights(
+    shape: Shape, generator: torch.Generator, group: int = 16, positions: int = 4096
+) -> ModelWeights:
+    """Draw a model whose activations stay of the order of 1. Each `group` outputs of a packed
+    matrix have the same scale."""
     device = generator.device
 
     def normal(*size: int, scale: float) -> torch.Tensor:
@@ -44,9 +47,9 @@ def random_weights(shape: Shape, generator: torch.Generator, positions: int = 40
         numbers = normal(*size, scale=inputs**-0.5)
         if not shape.packed:
             return numbers
-        groups = *of, outputs // 16, inputs // 128
+        groups = *of, outputs // group, inputs // 128
         scales = 2.0 ** (torch.rand(groups, device=device, generator=generator) * 4 - 9)
-        scales = scales.repeat_interleave(2, -2)
+        scales = scales.repeat_interleave(group // 8, -2)
         packed = (numbers.float() / _each(scales)).to(torch.float8_e4m3fn)
         return PackedMatrix(packed, scales)
 

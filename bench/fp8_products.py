@@ -7,6 +7,8 @@ layers whose weights are larger than any cache, with the rounding of activations
 them (`engine`: with many rows the kernels in CUDA C++), by the kernels in Triton (`triton`), and in
 bfloat16 (`bf16`, torch.mm). `bandwidth` relates the matrices' bytes to what a sum of 4 GB reads;
 `of_bf16` is bfloat16's time over the engine's, `tflops` the engine's operations per second.
+`mlp_us` is the feed-forward operator (the last two products and SwiGLU): as the engine runs it
+(`engine`), with separate operators (`separate`), and in bfloat16 (`bf16`).
 """
 
 from __future__ import annotations
@@ -54,6 +56,30 @@ def times(
     return found
 
 
+def mlp_times(
+    device: CUDADevice, layers: dict[str, list[list[Product]]], hidden: int, rows: int, rounds: int
+) -> dict[str, float]:
+    """Microseconds of a feed-forward operator whose projections are the last two products."""
+    made: dict[str, list[Product]] = {
+        "engine": [device.mlp(*layer[-2:]) for layer in layers["engine"]],
+    }
+    for kind, of in (("separate", "engine"), ("triton", "triton"), ("bf16", "bf16")):
+        made[kind] = [
+            lambda x, gate_up=layer[-2], down=layer[-1]: down(device.swiglu(gate_up(x)))
+            for layer in layers[of]
+        ]
+    x = torch.randn(rows, hidden, device="cuda", dtype=torch.bfloat16)
+    found = {}
+    for kind, operators in made.items():
+
+        def run(operators: list[Product] = operators) -> None:
+            for operator in operators:
+                operator(x)
+
+        found[kind] = round(milliseconds(run, rounds) / LAYERS * 1e3, 1)
+    return found
+
+
 def measure(args: argparse.Namespace, copy: float) -> list[dict]:
     device, shapes = CUDADevice(), SHAPES[args.model]
     packed = [[matrices("fp8", *shape) for shape in shapes] for _ in range(LAYERS)]
@@ -78,6 +104,11 @@ def measure(args: argparse.Namespace, copy: float) -> list[dict]:
                 "bandwidth": round(size / spent["engine"] * 1e6 / copy, 3),
                 "tflops": round(2 * rows * size / spent["engine"] / 1e6, 1),
                 "of_bf16": round(spent["bf16"] / spent["engine"], 2),
+                **(
+                    {"mlp_us": mlp_times(device, kinds, shapes[-2][1], rows, args.rounds)}
+                    if args.model == "8b"
+                    else {}
+                ),
             }
         )
         print(json.dumps(results[-1]), flush=True)

@@ -222,6 +222,10 @@ class PortableOperators:
         dense = dense_of(weights)
         return Linear(dense.weight, dense.bias)
 
+    def mlp(self, gate_up: LinearOperator, down: LinearOperator) -> LinearOperator:
+        """Return a function that runs the two projections and `swiglu` one after the other."""
+        return lambda x: down(self.swiglu(gate_up(x)))
+
     def route(self, x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the ids and weights of each token's experts, computed in float32 with a stable
         sort."""

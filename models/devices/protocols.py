@@ -261,6 +261,10 @@ class Operators(Protocol):
         originals. Weights in a format without an operator on this device are unpacked.
         """
 
+    def mlp(self, gate_up: LinearOperator, down: LinearOperator) -> LinearOperator:
+        """Return a function that computes down(swiglu(gate_up(x))). Both operators must come from
+        `linear`."""
+
     def route(self, x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the experts of each token and their weights.
 

@@ -40,7 +40,12 @@ class RowParallel:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Map (tokens, inputs of this rank) to (tokens, outputs)."""
-        y = self._group.all_reduce(self.operator(x))
+        return self.reduce(self.operator(x))
+
+    def reduce(self, y: torch.Tensor) -> torch.Tensor:
+        """Sum the ranks' products `y`, (tokens, outputs), and add the bias if the operator does
+        not."""
+        y = self._group.all_reduce(y)
         return y if self._bias is None else y + self._bias
 
 

@@ -10,7 +10,6 @@ from nanoactor.models.devices.cuda.kernels.fp8_products.launch import Args, Roun
 from nanoactor.models.devices.cuda.kernels.fp8_products.variants import (
     ROUNDING,
     ROUNDING_THREADS,
-    THREADS,
     Variant,
     source,
 )
@@ -51,7 +50,7 @@ class EmulatedKernels:
 
     def multiply(self, variant: Variant, args: Args, blocks: int) -> None:
         self.ran.append(variant)
-        self._run(build(variant.name, THREADS, blocks, self.edits), args)
+        self._run(build(variant.name, variant.threads, blocks, self.edits), args)
 
     def round(self, args: RoundArgs) -> None:
         self._run(build(ROUNDING, ROUNDING_THREADS, 2, self.edits), args)

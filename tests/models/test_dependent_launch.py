@@ -92,6 +92,14 @@ def test_the_rounding_of_activations_waits_before_the_product_may_start():
     assert body.index("await_previous();") < body.index("allow_next();") < body.index("a.used")
 
 
+def test_a_product_waits_before_the_next_one_may_start():
+    """The second product of experts reads what the first one's predecessor has waited for."""
+    source = (FOLDER / "fp8_products/product.cu").read_text()
+    body = source[source.index("DEVICE void run(Ring") : source.index("// -- sums --")]
+    assert body.count("allow_next();") == source.count("allow_next();") - 1 == 1
+    assert body.index("await_previous();\n") < body.index("allow_next();")
+
+
 def test_the_interpreter_launches_nothing_early():
     triton = pytest.importorskip("triton")
     from nanoactor.models.devices.cuda.kernels import dependent_launch

@@ -14,6 +14,7 @@ from nanoactor.models.devices.cuda.kernels.fp8 import TritonFp8Linear, pack
 from nanoactor.models.devices.cuda.kernels.fp8_products import experts as grouped_experts
 from nanoactor.models.devices.cuda.kernels.fp8_products import launch, linear
 from nanoactor.models.devices.cuda.kernels.fp8_products.linear import HopperFp8Linear
+from nanoactor.models.devices.cuda.kernels.fp8_products.mlp import HopperMLP, mlp_of
 from nanoactor.models.devices.cuda.kernels.fp8_products.variants import (
     SHARED_LIMIT,
     TRITON_MAX_ROWS,
@@ -78,7 +79,7 @@ def divided(variant, tokens, outputs, blocks_of_inputs, units, processors):
 @pytest.mark.parametrize(
     ("variant", "tokens", "outputs", "inputs", "offset", "group", "units", "processors"),
     [
-        (Variant("LINEAR", 64, 1), 30, 48, 200, 0, 16, 0, 2),
+        (Variant("LINEAR", 64, 1), 30, 48, 200, 0, 64, 0, 2),
         (Variant("LINEAR", 64, 1), 70, 144, 384, 64, 128, 2, 9),
         (Variant("LINEAR", 64, 1), 67, 128, 4608, 0, 128, 15, 5),  # more than 32 blocks of inputs
         (
@@ -87,13 +88,14 @@ def divided(variant, tokens, outputs, blocks_of_inputs, units, processors):
             300 - 12,
             640,
             0,
-            16,
+            64,
             2,
             9,
         ),  # parts that neither begin nor end
         (Variant("LINEAR", 128, 1), 130, 128, 256, 0, 128, 0, 1),
-        (Variant("LINEAR", 128, 1), 20, 144, 384, 0, 16, 1, 6),
-        (Variant("LINEAR", 128, 2), 140, 272, 256, 0, 16, 3, 4),
+        (Variant("LINEAR", 128, 1), 20, 144, 384, 0, 64, 1, 6),
+        (Variant("LINEAR", 128, 2), 140, 272, 256, 0, 64, 3, 4),
+        (Variant("LINEAR", 192, 1), 200, 160, 256, 0, 64, 1, 6),
     ],
 )
 def test_products(
@@ -112,8 +114,8 @@ def ran_experts(kernels, tokens, experts, chosen, hidden, inner, where="cpu"):
     """What the operator, float64 with rounded activations, and float64 make of random numbers. One
     expert has no tokens."""
     dtype = torch.bfloat16
-    pair = packed_matrix(1, experts, 2 * inner, hidden, block=128, dtype=dtype)
-    down = packed_matrix(2, experts, hidden, inner, block=128, dtype=dtype)
+    pair = packed_matrix(1, experts, 2 * inner, hidden, block=128, group=64, dtype=dtype)
+    down = packed_matrix(2, experts, hidden, inner, block=128, group=128, dtype=dtype)
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(tokens, hidden, generator=generator).to(dtype)
     likely = torch.rand(tokens, experts, generator=generator)
@@ -158,12 +160,13 @@ def test_experts(emulated, monkeypatch, tokens, experts, chosen, hidden, inner, 
     [
         later("ring.wait_empty();", ""),
         ("barrier_passed(full + 8 * at, parity)", "true"),
-        later("shuffle(held[m], turn)", "shuffle(held[m], 0)"),
-        later("block * a.units <= begin", "true"),
-        later("put_shared4(word, before == last - first)", "put_shared4(word, before == 0)"),
-        later("a.arrivals[tile.number] = 0;", ";"),
+        later("shuffle(held[m][p], turn)", "shuffle(held[m][p], 0)"),
+        later("(block + n) * a.units <= begin", "true"),
+        ("while (get4_acquire(arrivals) < blocks) {}", ""),
+        later("== 2 * blocks - 1) *arrivals = 0;", "== 2 * blocks) *arrivals = 0;"),
+        later("(mine + 1) * ALL / blocks", "(mine + 1) * ALL / blocks - (mine == 1)"),
         later("(lane / 2 ^ slot % 8)", "(lane / 2)"),
-        later("output + 1 < outputs && ((long)y & 3) == 0", "true"),
+        later("output + 3 < outputs && ((long)y & 7) == 0", "true"),
     ],
 )
 def test_planted_bugs_of_products_are_found(emulated, monkeypatch, old, new):
@@ -172,7 +175,7 @@ def test_planted_bugs_of_products_are_found(emulated, monkeypatch, old, new):
     division = divided(variant, 70, 144, 40, 36, 5)
     monkeypatch.setattr(linear, "choose_division", lambda *_: division)
     kernels = emulated(5, ((old, new),))
-    weights = packed_matrix(7, 144, 5120, block=128, group=16, dtype=torch.bfloat16)
+    weights = packed_matrix(7, 144, 5120, block=128, group=64, dtype=torch.bfloat16)
     x = torch.randn(70, 5120, generator=torch.Generator().manual_seed(1)).bfloat16()
     whole = dataclasses.replace(weights, dtype=torch.float32).dequantize().double()
     operator = HopperFp8Linear(weights, kernels)
@@ -184,17 +187,70 @@ def test_planted_bugs_of_products_are_found(emulated, monkeypatch, old, new):
             assert bool((guarded[70:] == 7).all())
 
 
+def ran_mlp(kernels, tokens, hidden, inner, where="cpu"):
+    """What the operator, float64 with rounded activations, and float64 make of random numbers."""
+    dtype = torch.bfloat16
+    pair = packed_matrix(1, 2 * inner, hidden, block=128, group=64, dtype=dtype)
+    down = packed_matrix(2, hidden, inner, block=128, group=128, dtype=dtype)
+    x = torch.randn(tokens, hidden, generator=torch.Generator().manual_seed(3)).to(dtype)
+
+    def fail(_):
+        raise AssertionError
+
+    operators = (linear.linear_of(moved(one, where), kernels) for one in (pair, down))
+    found = mlp_of(*operators, fail)(x.to(where)).cpu()
+    both, back = (
+        dataclasses.replace(one, dtype=torch.float32).dequantize().double() for one in (pair, down)
+    )
+    results = []
+    for how in (rounded, lambda numbers, *_: numbers.double()):
+        gate, up = (how(x, 128, 0) @ both.T).chunk(2, -1)
+        middle = (torch.nn.functional.silu(gate) * up).to(dtype)
+        results.append(how(middle, 128, 0) @ back.T)
+    return found, *results
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(60, 64), (150, 128)])
+def test_mlp(emulated, monkeypatch, tokens, rows):
+    """The tiles of the second product may have a different number of rows."""
+    first, second = Variant("SWIGLU", rows, 2), Variant("LINEAR", 192, 1)
+    monkeypatch.setattr(linear, "TRITON_MAX_ROWS", 0)
+    division = divided(second, tokens, 144, 2, 1, 4)
+    monkeypatch.setattr(linear, "choose_division", lambda *_: division)
+    kernels = emulated(4)
+    assert are_near(*ran_mlp(kernels, tokens, 144, 256))
+    assert kernels.ran == [first, second]
+
+
+def test_some_mlps_use_separate_operators(emulated):
+    def of(inner, dtype=torch.bfloat16, offset=0, bias=None, block=128):
+        pair = packed_matrix(1, 2 * inner, 128, block=block, group=64, dtype=dtype)
+        pair = dataclasses.replace(pair, bias=bias)
+        down = packed_matrix(2, 64, inner, block=128, offset=offset, group=64, dtype=dtype)
+        return mlp_of(*(linear.linear_of(one, emulated(2)) for one in (pair, down)), separate)
+
+    def separate(x):
+        return x
+
+    assert isinstance(of(128), HopperMLP)
+    assert of(192) is of(128, offset=64) is of(128, bias=torch.zeros(256)) is separate
+    assert of(128, block=32) is separate
+    for few in (torch.zeros(TRITON_MAX_ROWS, 128).bfloat16(), torch.zeros(200, 128)):
+        assert of(128)(few) is few
+
+
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        later("(warp ^ g)", "warp"),
-        later("bytes_of<0x3120>(four, 0)", "four"),
-        later("shuffle(places.shares[i], 8 * t + 4)", "shuffle(places.shares[i], 8 * t)"),
+        later("(output / 16 ^ slot % 8)", "(output / 16)"),
+        later("bytes_of<0x7632>", "bytes_of<0x5410>"),
+        later("* places.shares[h]", "* places.shares[0]"),
+        later("? uint2{other, second} :", "? uint2{second, other} :"),
         ("m * (a.outputs / 2) + tile.outputs", "m * 128 + tile.outputs"),
         later("block = tile.outputs / BLOCK", "block = 0"),
         later("tile.expert * a.outputs + half_of", "half_of"),
         later("((long)tile.expert * groups + output / a.group)", "(output / a.group)"),
-        later("max_shared(sizes", "if (warp == 0) max_shared(sizes"),
+        later("if (TOKENS == 64) size = larger_of_groups<TOKENS>(size, sizes);", ""),
     ],
 )
 def test_planted_bugs_of_experts_are_found(emulated, monkeypatch, old, new):
@@ -248,26 +304,30 @@ def test_few_pairs_are_left_to_triton():
 
 def test_few_rows_and_other_types_are_left_to_triton(emulated):
     kernels = emulated(2)
-    weights = packed_matrix(7, 32, 128, block=128, dtype=torch.float32)
+    weights = packed_matrix(7, 32, 128, block=128, group=128, dtype=torch.float32)
     operator = linear.linear_of(weights, kernels)
     assert isinstance(operator, HopperFp8Linear)
     operator(torch.randn(TRITON_MAX_ROWS + 1, 128))
     operator(torch.randn(2, 128))
     assert not kernels.ran
-    small = packed_matrix(7, 32, 128, block=32, dtype=torch.bfloat16)
-    assert type(linear.linear_of(small, kernels)) is TritonFp8Linear
+    for block, group in ((32, 64), (128, 96)):
+        other = packed_matrix(7, 96, 128, block=block, group=group, dtype=torch.bfloat16)
+        assert type(linear.linear_of(other, kernels)) is TritonFp8Linear
     assert type(linear.linear_of(weights, None)) is TritonFp8Linear
 
 
 def test_experts_whose_middle_is_no_whole_block_are_left_to_triton(emulated):
-    def supported(inner, offset=0):
-        pair = packed_matrix(1, 2, 2 * inner, 128, block=128, dtype=torch.bfloat16)
-        down = packed_matrix(2, 2, 128, inner, block=128, offset=offset, dtype=torch.bfloat16)
+    def supported(inner, offset=0, group=128):
+        pair, down = (
+            packed_matrix(1, 2, *shape, block=128, offset=at, group=group, dtype=torch.bfloat16)
+            for *shape, at in ((2 * inner, 128, 0), (128, inner, offset))
+        )
         return grouped_experts.supports(pack(pair), pack(down))
 
     assert supported(256)
     assert not supported(192)
     assert not supported(128, offset=64)
+    assert not supported(128, group=32)
 
 
 def test_other_gpus_have_none_of_these_kernels(monkeypatch, caplog):
@@ -291,7 +351,7 @@ def test_other_gpus_have_none_of_these_kernels(monkeypatch, caplog):
 def test_kernels_compile_almost_without_spills(compiler, tmp_path):
     made = nvrtc.compile_source(source(), "fp8_products")
     assert made.registers == 168
-    assert made.bytes_of("spill stores") <= 16
+    assert made.bytes_of("spill stores") <= 32
     assert "serialized" not in made.report, "products wait for each other"
     assert not early_reads_in(made, tmp_path)
 
@@ -308,13 +368,24 @@ def test_products_on_a_gpu(rows, outputs, inputs):
     device.prepare_thread(1)
     if device._fp8_products.get() is None:
         pytest.skip("not for this GPU")
-    weights = packed_matrix(7, outputs, inputs, block=128, group=16, dtype=torch.bfloat16)
+    weights = packed_matrix(7, outputs, inputs, block=128, group=64, dtype=torch.bfloat16)
     x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(1)).bfloat16()
     operator = device.linear(moved(weights, device.torch_device))
     first, second = (operator(x.to(device.torch_device)).cpu() for _ in range(2))
     assert torch.equal(first, second)
     whole = dataclasses.replace(weights, dtype=torch.float32).dequantize().double()
     assert_near(first, rounded(x, 128, 0) @ whole.T, weights, x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [70, 1000])
+def test_mlp_on_a_gpu(tokens):
+    device = open_device("cuda")
+    device.prepare_thread(1)
+    kernels = device._fp8_products.get()
+    if kernels is None:
+        pytest.skip("not for this GPU")
+    assert are_near(*ran_mlp(kernels, tokens, 1024, 3072, device.torch_device))
 
 
 @pytest.mark.gpu

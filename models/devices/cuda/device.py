@@ -52,6 +52,7 @@ try:
     from nanoactor.models.devices.cuda.kernels.experts import TritonExperts
     from nanoactor.models.devices.cuda.kernels.fp8_products.launch import ProductKernels
     from nanoactor.models.devices.cuda.kernels.fp8_products.linear import linear_of
+    from nanoactor.models.devices.cuda.kernels.fp8_products.mlp import mlp_of
     from nanoactor.models.devices.cuda.kernels.masked_sampling import sample_masked_rows
     from nanoactor.models.devices.cuda.kernels.prefill import HOPPER, PrefillAttention
     from nanoactor.models.devices.cuda.kernels.prefill_attention import tokens_per_program
@@ -349,6 +350,11 @@ class CUDADevice(PortableCUDADevice):
         if reason := fp8.unsupported_reason(weights):
             return super().linear(dense_of(weights, reason))
         return linear_of(weights, self._fp8_products.get())
+
+    def mlp(self, gate_up: LinearOperator, down: LinearOperator) -> LinearOperator:
+        """Return the feed-forward operator. For many rows of FP8 matrices, SwiGLU and the rounding
+        of its results are part of the first product."""
+        return mlp_of(gate_up, down, super().mlp(gate_up, down))
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Return the RMS norm of `x`, computed in float32 and rounded once."""

@@ -153,9 +153,9 @@ DEVICE void prefetch_map(const TensorMap*) {}
 DEVICE u8* dynamic_shared() { return now->block->shared; }
 DEVICE u32 address_of(const void* p) { return (const u8*)p - now->block->shared; }
 DEVICE uint4 get_shared16(u32 at) { return load16(now->block->shared + at); }
-DEVICE float2 get_shared8(u32 at) {
-  float2 v;
-  memcpy(&v, now->block->shared + at, 8);
+DEVICE float get_shared_float(u32 at) {
+  float v;
+  memcpy(&v, now->block->shared + at, 4);
   return v;
 }
 DEVICE void put_shared16(u32 at, uint4 v) { memcpy(now->block->shared + at, &v, 16); }
@@ -310,12 +310,6 @@ DEVICE void put_rounded(u32 at, const float2 (&v)[4], float factor) {
     if (UNROUNDED) now->block->unrounded[at + i] = value;
   }
 }
-DEVICE u32 transpose(u32 two) {
-  const u32(*all)[6] = exchange(&two, 1);
-  const int lane = now->thread & 31, g = lane / 4, t = lane % 4;
-  const u32 first = all[2 * t * 4 + g / 2][0], second = all[(2 * t + 1) * 4 + g / 2][0], shift = g % 2 * 16;
-  return (first >> shift & 0xffff) | (second >> shift & 0xffff) << 16;
-}
 DEVICE void max_shared(u32 at, u32 value) {
   u32* held = (u32*)(now->block->shared + at);
   if (value > *held) *held = value;
@@ -329,7 +323,8 @@ DEVICE void or_shared(u32 at, u32 value) { *(u32*)(now->block->shared + at) |= v
 DEVICE u64 operand_at(u32 at) { return at / 16; }
 template <int COUNT> DEVICE void pin(float (&)[COUNT]) {}
 DEVICE void begin_products() {}
-DEVICE void await_products() { yield(); }
+DEVICE void commit_products() {}
+template <int LEFT> DEVICE void await_products() { yield(); }
 static float operand(u64 of, int row, int k, bool unrounded = false) {
   static float numbers[256];
   static bool known = false;

@@ -114,9 +114,9 @@ DEVICE uint4 get_shared16(u32 at) {
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at));
   return v;
 }
-DEVICE float2 get_shared8(u32 at) {
-  float2 v;
-  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(at));
+DEVICE float get_shared_float(u32 at) {
+  float v;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(v) : "r"(at));
   return v;
 }
 DEVICE void put_shared16(u32 at, uint4 v) {
@@ -214,13 +214,6 @@ DEVICE void put_rounded(u32 at, const float2 (&v)[4], float factor) {
   const u32 high = round_to_bytes(v[2].x * factor, v[2].y * factor) | round_to_bytes(v[3].x * factor, v[3].y * factor) << 16;
   asm volatile("st.shared.v2.u32 [%0], {%1,%2};" ::"r"(at), "r"(low), "r"(high) : "memory");
 }
-// Lane (g, t) = (lane / 4, lane % 4) passes elements (g, 2t) and (g, 2t + 1) of an 8 x 8 matrix of 16-bit
-// numbers, and gets elements (2t, g) and (2t + 1, g).
-DEVICE u32 transpose(u32 two) {
-  u32 r;
-  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(r) : "r"(two));
-  return r;
-}
 DEVICE void max_shared(u32 at, u32 value) {
   asm volatile("red.shared.max.u32 [%0], %1;" ::"r"(at), "r"(value) : "memory");
 }
@@ -239,10 +232,9 @@ template <int COUNT> DEVICE void pin(float (&values)[COUNT]) {
   for (int i = 0; i < COUNT; ++i) asm volatile("" : "+f"(values[i])::"memory");
 }
 DEVICE void begin_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-DEVICE void await_products() {
-  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-  asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
-}
+DEVICE void commit_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+// Waits until at most `LEFT` of the committed groups of products are not complete.
+template <int LEFT> DEVICE void await_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
 // c (64 x N) = or += a (64 x 32) b (N x 32)ᵀ in e4m3, N = 2 COUNT. Thread (w, g, t) = (warp, lane / 4, lane % 4)
 // holds rows 16w + g (c[4i], c[4i + 1]) and 16w + g + 8 (c[4i + 2], c[4i + 3]), columns 8i + 2t and 8i + 2t + 1.
 #define C4(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])

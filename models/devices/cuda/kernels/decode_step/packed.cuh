@@ -106,7 +106,8 @@ DEVICE void take_packed_tiles(Consumer& k, float* sums) {
     const int slot = HALVES ? slots[m] : group ? slots[(2 * m + 1) % N] : slots[2 * m];
     multiply_units(c[m], k.ring.data + slot * SLOT + first * TILE_UNIT, k.xs + first * PACKED_ROWS * 128);
   }
-  await_products();
+  commit_products();
+  await_products<0>();
 #pragma unroll
   for (int m = 0; m < MINE; ++m) pin(c[m]);
 #pragma unroll
@@ -142,7 +143,8 @@ DEVICE void take_packed_boxes(Consumer& k, int piece, float* sums) {
     for (int j = 0; j < N; ++j)
       multiply_units(c[j], k.ring.data + slots[j] * SLOT + half * TILE_UNIT,
                      k.xs + ((box + j - first) * p.box + half) * PACKED_ROWS * 128);
-    await_products();
+    commit_products();
+    await_products<0>();
 #pragma unroll
     for (int j = 0; j < N; ++j) pin(c[j]);
 #pragma unroll
@@ -213,7 +215,8 @@ DEVICE void take_packed_experts(Consumer& k, float* sums) {
 #pragma unroll
     for (int j = 0; j < N; ++j)
       multiply_units(c[j], k.ring.data + at[j] * SLOT + half * TILE_UNIT, k.xs + lines[j] * PAIR_BYTES + input * 128);
-    await_products();
+    commit_products();
+    await_products<0>();
 #pragma unroll
     for (int j = 0; j < N; ++j) pin(c[j]);
 #pragma unroll

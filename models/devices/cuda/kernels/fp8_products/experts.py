@@ -17,6 +17,7 @@ from nanoactor.models.devices.cuda.kernels.fp8_products.launch import (
 )
 from nanoactor.models.devices.cuda.kernels.fp8_products.variants import (
     BLOCK,
+    GROUP_MULTIPLE,
     Variant,
     choose_variants,
 )
@@ -29,7 +30,12 @@ def supports(gate_up: Packed, down: Packed) -> bool:
     The intermediate size (the inputs of the down projection) must be a whole number of blocks.
     """
     inner = gate_up.weight.shape[1] // 2
-    return gate_up.block == down.block == BLOCK and inner % BLOCK == 0 and down.offset == 0
+    return (
+        gate_up.block == down.block == BLOCK
+        and gate_up.group % GROUP_MULTIPLE == down.group % GROUP_MULTIPLE == 0
+        and inner % BLOCK == 0
+        and down.offset == 0
+    )
 
 
 class HopperExperts:
@@ -55,12 +61,15 @@ class HopperExperts:
         blocks = align_blocks(ids, experts, first.tokens)
         rows = gather(self._kernels, x, self._gate_up.packed, blocks, top_k, first.tokens)
         intermediate = Rows.empty(self._down.blocks, len(blocks.pair_ids), x.device)
-        args = arguments_of(self._gate_up, first, rows, intermediate.values, tokens)
+        row_tiles = len(blocks.expert_ids)
+        args = arguments_of(self._gate_up, first, rows, row_tiles, intermediate.values, tokens)
         args.y_scales = intermediate.scales.data_ptr()
         args.owners, args.used = blocks.expert_ids.data_ptr(), blocks.num_used.data_ptr()
         self._run(first, args)
         pair_outputs = x.new_empty(tokens, top_k, self._down.outputs)
-        args = arguments_of(self._down, second, intermediate, pair_outputs, tokens * top_k)
+        args = arguments_of(
+            self._down, second, intermediate, row_tiles, pair_outputs, tokens * top_k
+        )
         args.owners, args.used = blocks.expert_ids.data_ptr(), blocks.num_used.data_ptr()
         args.pairs, args.shares = blocks.pair_ids.data_ptr(), topk_weights.data_ptr()
         self._run(second, args)

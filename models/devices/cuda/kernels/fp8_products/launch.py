@@ -22,7 +22,6 @@ from nanoactor.models.devices.cuda.kernels.fp8_products.variants import (
     BLOCK,
     ROUNDING,
     ROUNDING_THREADS,
-    THREADS,
     VARIANTS,
     Variant,
     source,
@@ -92,7 +91,9 @@ class Kernels:
         self.processors = torch.cuda.get_device_properties(device).multi_processor_count
         module = Module(nvrtc.load_or_compile(source(), _NAME).cubin)
         self._variants = {
-            variant: module.kernel(variant.name, self.processors, THREADS, variant.shared_bytes)
+            variant: module.kernel(
+                variant.name, self.processors, variant.threads, variant.shared_bytes
+            )
             for variant in VARIANTS
         }
         self._rounding = module.kernel(ROUNDING, self.processors, ROUNDING_THREADS, 0)
@@ -148,21 +149,22 @@ class Matrix:
         self.map = tensor_map("UINT8", address, (width, rows), (width,), box)
 
 
-def arguments_of(matrix: Matrix, variant: Variant, rows: Rows, y: torch.Tensor, count: int) -> Args:
-    """Return the parameters of a product kernel. The kernel computes whole tiles and stores only
-    the first `count` rows, or the rows of `count` pairs."""
-    slots = rows.scales.shape[1]
+def arguments_of(
+    matrix: Matrix, variant: Variant, rows: Rows, row_tiles: int, y: torch.Tensor, count: int
+) -> Args:
+    """Return the parameters of a product kernel. The kernel computes `row_tiles` tiles of rows and
+    stores only the first `count` rows, or the rows of `count` pairs."""
     args = Args(
         scales=matrix.packed.scales.data_ptr(),
         rows=rows.values.data_ptr(),
         row_scales=rows.scales.data_ptr(),
         y=y.data_ptr(),
-        slots=slots,
+        slots=rows.scales.shape[1],
         count=count,
         outputs=matrix.outputs,
         group=matrix.packed.group,
         blocks=matrix.blocks,
-        row_tiles=slots // variant.tokens,
+        row_tiles=row_tiles,
         output_tiles=-(-matrix.outputs // (variant.outputs * (1 + (variant.epilogue == "SWIGLU")))),
     )
     ctypes.memmove(args.weight, matrix.map, MAP_BYTES)

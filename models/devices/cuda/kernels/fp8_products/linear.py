@@ -8,12 +8,15 @@ from nanoactor.models.devices.cuda.kernels.fp8 import TritonFp8Linear
 from nanoactor.models.devices.cuda.kernels.fp8_products.launch import (
     Kernels,
     Matrix,
+    Rows,
     arguments_of,
     quantize,
 )
 from nanoactor.models.devices.cuda.kernels.fp8_products.variants import (
     BLOCK,
+    GROUP_MULTIPLE,
     TRITON_MAX_ROWS,
+    Division,
     choose_division,
 )
 from nanoactor.models.weights.fp8 import Fp8Blocks
@@ -25,7 +28,7 @@ def linear_of(weights: Fp8Blocks, kernels: Kernels | None) -> TritonFp8Linear:
     If `kernels` is None, the result uses Triton. Raises `DriverError` if a tensor map cannot be
     encoded.
     """
-    if kernels is None or weights.block != BLOCK:
+    if kernels is None or weights.block != BLOCK or weights.group % GROUP_MULTIPLE:
         return TritonFp8Linear(weights)
     return HopperFp8Linear(weights, kernels)
 
@@ -40,26 +43,44 @@ class HopperFp8Linear(TritonFp8Linear):
         """Pack the weights, whose block size must be `BLOCK`. `unsupported_reason` must have
         returned None for them. Raises `DriverError` if the tensor map cannot be encoded."""
         super().__init__(weights)
-        self._kernels = kernels
+        self.kernels = kernels
         self._matrix = Matrix(self._packed)
         device = self._packed.weight.device
         # Zero between products, which follow each other on one stream.
         self._arrivals = torch.zeros(kernels.processors, dtype=torch.int32, device=device)
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
-        matrix, kernels = self._matrix, self._kernels
-        if x.dtype != torch.bfloat16 or len(x) <= TRITON_MAX_ROWS:
-            return super()._product(x)
-        division = choose_division(len(x), matrix.outputs, matrix.blocks, kernels.processors)
+    @property
+    def matrix_map(self) -> Matrix:
+        """The matrix as the CUDA C++ kernels read it."""
+        return self._matrix
+
+    def supports(self, x: torch.Tensor) -> bool:
+        """Return True if the CUDA C++ kernels multiply these rows, (tokens, inputs)."""
+        return x.dtype == torch.bfloat16 and len(x) > TRITON_MAX_ROWS
+
+    def division(self, rows: int) -> Division:
+        """Return the division of the product with `rows` rows among thread blocks."""
+        matrix = self._matrix
+        return choose_division(rows, matrix.outputs, matrix.blocks, self.kernels.processors)
+
+    def multiply(self, rows: Rows, division: Division, y: torch.Tensor) -> None:
+        """Write the product of rounded rows to `y`, bfloat16 (tokens, outputs). Raises
+        `DriverError` if the launch fails."""
         variant = division.variant
-        y = x.new_empty(len(x), matrix.outputs)
-        rows = quantize(kernels, x, self._packed, division.row_tiles * variant.tokens)
-        args = arguments_of(matrix, variant, rows, y, len(x))
+        args = arguments_of(self._matrix, variant, rows, division.row_tiles, y, len(y))
         args.bias = None if self.bias is None else self.bias.data_ptr()
         args.units = division.units
         if division.units:
             size = 2, 128 * variant.halves, variant.tokens
-            parts = torch.empty(division.blocks, *size, dtype=torch.float32, device=x.device)
+            parts = torch.empty(division.blocks, *size, dtype=torch.float32, device=y.device)
             args.parts, args.arrivals = parts.data_ptr(), self._arrivals.data_ptr()
-        kernels.multiply(variant, args, division.blocks)
+        self.kernels.multiply(variant, args, division.blocks)
+
+    def _product(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.supports(x):
+            return super()._product(x)
+        division = self.division(len(x))
+        y = x.new_empty(len(x), self._matrix.outputs)
+        rows = quantize(self.kernels, x, self._packed, division.slots)
+        self.multiply(rows, division, y)
         return y

@@ -1,16 +1,16 @@
 // Products of e4m3 matrices with e4m3 rows, for a single matrix or one matrix per expert.
 //
 // A *tile* is OUTPUTS outputs of TOKENS rows. Its inputs are divided into *stages* of 128 inputs,
-// which share a scale. One thread copies stages into a ring in shared memory, and two groups of 128
-// threads multiply. Each group has 64 outputs of a matrix, or twice 64. A stage's product is scaled
-// in float32 when it is added.
+// which share a scale. One thread copies stages into a ring in shared memory, and groups of 128 threads
+// multiply. Each group has 64 rows; the two groups of a tile of 64 rows have half of its outputs each.
+// A stage's product is scaled in float32 when it is added. A thread's sums belong to two rows, so it
+// reads only two of their scales from shared memory, whose bandwidth the products need.
 //
 // Blocks run until no tile is left (tile i of a block is tile `block + i * blocks`), so the next
 // tile's stages are copied while results are stored.
 
 // variants.py prepends BLOCK (inputs that share a scale, and bytes of a row in a stage), AT_ONCE (blocks of inputs
 // that a warp rounds) and ROUNDING_WARPS to the source.
-constexpr int MULTIPLIERS = 256, MULTIPLIER_WARPS = 8;
 constexpr int HALF = 128 * BLOCK;  // bytes of 128 outputs in a stage
 constexpr float LARGEST = 448.f, LEAST = 1e-12f;
 
@@ -34,7 +34,8 @@ struct Args {
   const int* pairs;        // token-expert pair of each slot, with WEIGHTED
   const float* shares;     // share of each pair, with WEIGHTED
   uint4* parts;            // sums of tiles that several blocks compute, two parts per block
-  u32* arrivals;           // number of blocks that have stored their part of each such tile; zero between products
+  u32* arrivals;           // number of blocks that have stored their part of each such tile, plus number of blocks
+                           // that have seen that all are stored; zero between products
   int slots;               // number of rows, including those that pad the last tile
   int count;               // number of rows that are stored, or of pairs with WEIGHTED
   int outputs;             // outputs of a matrix
@@ -53,6 +54,9 @@ struct Tile {
   int number, rows, outputs;  // index, first slot and first output
   int begin, end;             // blocks of inputs
   int expert;
+
+  // Whether other blocks compute a part of the tile, too.
+  DEVICE bool is_part(const Args& a) const { return end - begin < a.blocks; }
 };
 
 struct TileScheduler {
@@ -88,6 +92,19 @@ template <int EPILOGUE> DEVICE int half_of(const Args& a, const Tile& tile, int 
 
 // -- the ring -----------------------------------------------------------------------------------
 
+// The groups of threads that multiply, and the outputs of one group's product.
+template <int TOKENS> struct Groups {
+  static constexpr int COUNT = TOKENS == 64 ? 2 : TOKENS / 64, THREADS = 128 * COUNT, WARPS = 4 * COUNT;
+  static constexpr int OUTPUTS = TOKENS == 64 ? 64 : 128;
+
+  // The thread's group, and the first output and the first row of the group within a tile.
+  DEVICE static int index() { return thread_index() / 128 - 1; }
+  DEVICE static int first_output() { return TOKENS == 64 ? 64 * index() : 0; }
+  DEVICE static int first_row() { return TOKENS == 64 ? 0 : 64 * index(); }
+  // The first of the two rows of the thread's sums; the second is the eighth after it.
+  DEVICE static int row() { return first_row() + thread_index() % 128 / 32 * 16 + thread_index() % 32 / 4; }
+};
+
 template <int TOKENS, int HALVES, int STAGES> struct Ring {
   static constexpr int ROWS = HALVES * HALF, STAGE = ROWS + TOKENS * BLOCK;
   u32 stages, scales, full, empty;  // shared addresses
@@ -106,13 +123,20 @@ template <int TOKENS, int HALVES, int STAGES> struct Ring {
   DEVICE void wait_empty() {
     while (!barrier_passed(empty + 8 * at, parity ^ 1)) {}
   }
-  DEVICE u32 weights_at(int m, int group) const { return stages + at * STAGE + m * HALF + group * HALF / 2; }
-  DEVICE u32 rows_at() const { return stages + at * STAGE + ROWS; }
+  DEVICE u32 weights_at(int m, int output) const { return stages + at * STAGE + m * HALF + output * BLOCK; }
+  DEVICE u32 rows_at(int row) const { return stages + at * STAGE + ROWS + row * BLOCK; }
   DEVICE u32 scales_at() const { return scales + at * TOKENS * 4; }
+  // The scales of the two rows of the thread's sums.
+  DEVICE float2 row_scales() const {
+    const u32 first = scales_at() + 4 * Groups<TOKENS>::row();
+    return float2{get_shared_float(first), get_shared_float(first + 32)};
+  }
 };
 
 template <int TOKENS, int HALVES, int STAGES, int EPILOGUE> struct Producer {
   static constexpr int OUTPUTS = EPILOGUE == SWIGLU ? 128 : 128 * HALVES;
+  // Stages whose weights are copied early. With more, the last accesses of the previous kernel would wait longer.
+  static constexpr int EARLY = STAGES < 4 ? STAGES : 4;
   const Args& a;
 
   DEVICE void copy_weights(const Ring<TOKENS, HALVES, STAGES>& ring, const Tile& tile, int b) {
@@ -127,11 +151,11 @@ template <int TOKENS, int HALVES, int STAGES, int EPILOGUE> struct Producer {
   DEVICE void copy_activations(const Ring<TOKENS, HALVES, STAGES>& ring, const Tile& tile, int b) {
     const u32 bar = ring.full + 8 * ring.at;
     const long first = (long)b * a.slots + tile.rows;
-    copy_line(ring.rows_at(), a.rows + first * BLOCK, TOKENS * BLOCK, bar);
+    copy_line(ring.rows_at(0), a.rows + first * BLOCK, TOKENS * BLOCK, bar);
     copy_line(ring.scales_at(), a.row_scales + first, TOKENS * 4, bar);
   }
 
-  // Copies all stages. Fills the ring with weights while the previous kernel is still rounding
+  // Copies all stages. Copies the first weights while the previous kernel is still rounding
   // activations.
   DEVICE void run(Ring<TOKENS, HALVES, STAGES> ring) {
     prefetch_map(&a.weight);
@@ -139,9 +163,10 @@ template <int TOKENS, int HALVES, int STAGES, int EPILOGUE> struct Producer {
     Tile tile;
     if (!scheduler.template next<TOKENS, OUTPUTS>(a, tile)) return await_previous();
     Ring<TOKENS, HALVES, STAGES> early = ring;
-    const int filled = tile.end - tile.begin < STAGES ? tile.end : tile.begin + STAGES;
+    const int filled = tile.end - tile.begin < EARLY ? tile.end : tile.begin + EARLY;
     for (int b = tile.begin; b < filled; ++b, early.next()) copy_weights(early, tile, b);
     await_previous();
+    if (!a.units) allow_next();  // blocks that wait for each other are slower beside those of the next kernel
     for (int b = tile.begin; b < filled; ++b, ring.next()) copy_activations(ring, tile, b);
     int begin = filled;  // of the first tile; -1 for the others
     do {
@@ -157,163 +182,262 @@ template <int TOKENS, int HALVES, int STAGES, int EPILOGUE> struct Producer {
 
 // -- sums ---------------------------------------------------------------------------------------
 
-// Returns the scale of a warp's 16 outputs in 32 blocks of inputs, one block in each lane.
-template <int EPILOGUE> DEVICE float scales_of(const Args& a, const Tile& tile, int m, int warp, int b) {
+// Returns the scale of 64 outputs from `first` on, which is within half `m` of a tile, in 32 blocks of inputs, one
+// block in each lane.
+template <int EPILOGUE> DEVICE float scales_of(const Args& a, const Tile& tile, int m, int first, int b) {
   const int lane = thread_index() % 32;
-  int output = half_of<EPILOGUE>(a, tile, m) + 16 * warp;
+  int output = half_of<EPILOGUE>(a, tile, m) + first;
   if (output >= a.outputs) output = a.outputs - 1;
   const int groups = (a.outputs + a.group - 1) / a.group;
   const long at = ((long)tile.expert * groups + output / a.group) * a.blocks + b + lane;
   return b + lane < tile.end ? a.scales[at] : 0.f;
 }
 
-// Adds up the products of the tile's stages. `warp` counts the warps of both groups.
+// Starts the product of this group's rows and outputs of half `m` in the ring's present stage.
+template <int TOKENS, int HALVES, int STAGES>
+DEVICE void start_product(const Ring<TOKENS, HALVES, STAGES>& ring, int m, float (&product)[Groups<TOKENS>::OUTPUTS / 2]) {
+  using Group = Groups<TOKENS>;
+  const u64 rows = operand_at(ring.rows_at(Group::first_row()));
+  const u64 weights = operand_at(ring.weights_at(m, Group::first_output()));
+  pin(product);
+  begin_products();
+#pragma unroll
+  for (int k = 0; k < 4; ++k) multiply(product, rows + 2 * k, weights + 2 * k, k > 0);
+  commit_products();
+}
+
+// Scales a product and adds it to the sums. `held` has the scales of each 64 outputs, one stage in each lane.
+template <int COUNT> DEVICE void add_product(float (&sums)[COUNT], float (&product)[COUNT], const float* held, int turn, float2 row_scales) {
+  pin(product);
+#pragma unroll
+  for (int p = 0; p < COUNT / 32; ++p) {
+    const float scale = shuffle(held[p], turn), first = scale * row_scales.x, second = scale * row_scales.y;
+#pragma unroll
+    for (int i = 32 * p; i < 32 * (p + 1); i += 4) {
+      sums[i] += product[i] * first;
+      sums[i + 1] += product[i + 1] * first;
+      sums[i + 2] += product[i + 2] * second;
+      sums[i + 3] += product[i + 3] * second;
+    }
+  }
+}
+
+// Adds up the products of the tile's stages. Two products of 64 rows are computed at a time, because the latency of
+// one is longer than the time in which its weights arrive. There are not enough registers for two products of more.
 template <int TOKENS, int HALVES, int STAGES, int EPILOGUE>
-DEVICE void add_up(const Args& a, const Tile& tile, Ring<TOKENS, HALVES, STAGES>& ring, int warp,
-                   float (&sums)[HALVES][TOKENS / 2]) {
-  const int lane = thread_index() % 32;
-  float held[HALVES], product[TOKENS / 2];
+DEVICE void add_up(const Args& a, const Tile& tile, Ring<TOKENS, HALVES, STAGES>& ring,
+                   float (&sums)[HALVES][Groups<TOKENS>::OUTPUTS / 2]) {
+  using Group = Groups<TOKENS>;
+  constexpr int PIECES = Group::OUTPUTS / 64;  // pieces of 64 outputs that share a scale
+  constexpr int AT_ONCE = TOKENS == 64 ? 2 : 1, STEP = AT_ONCE > HALVES ? AT_ONCE : 1;  // products, and stages
+  float held[HALVES][PIECES], products[AT_ONCE][Group::OUTPUTS / 2];
 #pragma unroll
   for (int m = 0; m < HALVES; ++m)
 #pragma unroll
-    for (int i = 0; i < TOKENS / 2; ++i) sums[m][i] = 0.f;
-#pragma unroll 1
-  for (int b = tile.begin; b < tile.end; ++b) {
-    const int turn = (b - tile.begin) % 32;
+    for (int i = 0; i < Group::OUTPUTS / 2; ++i) sums[m][i] = 0.f;
+  int b = tile.begin;
+  const auto hold_scales = [&](int turn) {
     if (turn == 0)
 #pragma unroll
-      for (int m = 0; m < HALVES; ++m) held[m] = scales_of<EPILOGUE>(a, tile, m, warp, b);
+      for (int m = 0; m < HALVES; ++m)
+#pragma unroll
+        for (int p = 0; p < PIECES; ++p)
+          held[m][p] = scales_of<EPILOGUE>(a, tile, m, Group::first_output() + 64 * p, b);
+  };
+  const auto release = [&] {
+    sync_warp();
+    if (thread_index() % 32 == 0) barrier_arrive(ring.empty + 8 * ring.at);
+    ring.next();
+  };
+  if (STEP == 2) {
+#pragma unroll 1
+    for (; b + 1 < tile.end; b += 2) {
+      const int turn = (b - tile.begin) % 32;
+      hold_scales(turn);
+      ring.wait_full();
+      const float2 scales = ring.row_scales();
+      start_product(ring, 0, products[0]);
+      Ring<TOKENS, HALVES, STAGES> following = ring;
+      following.next();
+      following.wait_full();
+      const float2 following_scales = following.row_scales();
+      start_product(following, 0, products[AT_ONCE - 1]);
+      await_products<1>();
+      add_product(sums[0], products[0], held[0], turn, scales);
+      release();
+      await_products<0>();
+      add_product(sums[0], products[AT_ONCE - 1], held[0], turn + 1, following_scales);
+      release();
+    }
+  }
+#pragma unroll 1
+  for (; b < tile.end; ++b) {
+    const int turn = (b - tile.begin) % 32;
+    hold_scales(turn);
     ring.wait_full();
-    const u32 scales = ring.scales_at() + lane % 4 * 8;
+    const float2 scales = ring.row_scales();
 #pragma unroll
-    for (int m = 0; m < HALVES; ++m) {
-      const u64 weights = operand_at(ring.weights_at(m, warp / 4)), rows = operand_at(ring.rows_at());
-      pin(product);
-      begin_products();
-#pragma unroll
-      for (int k = 0; k < 4; ++k) multiply(product, weights + 2 * k, rows + 2 * k, k > 0);
-      await_products();
-      pin(product);
-      const float scale = shuffle(held[m], turn);
-#pragma unroll
-      for (int i = 0; i < TOKENS / 8; ++i) {
-        const float2 by = get_shared8(scales + 32 * i);
-        const float first = scale * by.x, second = scale * by.y;
-        sums[m][4 * i] += product[4 * i] * first;
-        sums[m][4 * i + 1] += product[4 * i + 1] * second;
-        sums[m][4 * i + 2] += product[4 * i + 2] * first;
-        sums[m][4 * i + 3] += product[4 * i + 3] * second;
+    for (int m = 0; m < HALVES; m += AT_ONCE) {
+      start_product(ring, m, products[0]);
+      if (AT_ONCE == 2 && HALVES == 2) start_product(ring, 1, products[AT_ONCE - 1]);
+      if (AT_ONCE == 2 && HALVES == 2) {
+        await_products<1>();
+        add_product(sums[0], products[0], held[0], turn, scales);
+        await_products<0>();
+        add_product(sums[HALVES - 1], products[AT_ONCE - 1], held[HALVES - 1], turn, scales);
+      } else {
+        await_products<0>();
+        add_product(sums[m], products[0], held[m], turn, scales);
       }
     }
-    sync_warp();
-    if (lane == 0) barrier_arrive(ring.empty + 8 * ring.at);
-    ring.next();
+    release();
   }
 }
 
 // -- tiles that several blocks compute ------------------------------------------------------------
+// Every block stores its part of the sums, in float32. When all parts of a tile are stored, each of its blocks adds a
+// share of the outputs, in the order of the blocks. Blocks wait for each other, so all must run at the same time.
 
 // Returns a block's part of a tile. A block may have two: one that begins with its tile, and one
 // that does not.
 template <int TOKENS, int HALVES> DEVICE uint4* part_of(const Args& a, int block, bool whole_beginning) {
-  return a.parts + (long)(2 * block + whole_beginning) * HALVES * (TOKENS / 8) * MULTIPLIERS + thread_index() - 128;
+  using Group = Groups<TOKENS>;
+  return a.parts + (long)(2 * block + whole_beginning) * HALVES * (Group::OUTPUTS / 8) * Group::THREADS + thread_index() - 128;
 }
 
-// Stores this block's part of a tile. The last block to do so adds all parts, in order, and returns
-// true.
-template <int TOKENS, int HALVES> DEVICE bool reduce_parts(const Args& a, const Tile& tile, u32 shared_word, float (&sums)[HALVES][TOKENS / 2]) {
-  uint4* mine = part_of<TOKENS, HALVES>(a, block_index(), tile.begin == 0);
+// Stores this block's part of a tile.
+template <int TOKENS, int HALVES>
+DEVICE void store_part(const Args& a, const Tile& tile, const float (&sums)[HALVES][Groups<TOKENS>::OUTPUTS / 2]) {
+  constexpr int THREADS = Groups<TOKENS>::THREADS, FOURS = Groups<TOKENS>::OUTPUTS / 8;
+  uint4* part = part_of<TOKENS, HALVES>(a, block_index(), tile.begin == 0);
 #pragma unroll
   for (int m = 0; m < HALVES; ++m)
 #pragma unroll
-    for (int i = 0; i < TOKENS / 8; ++i) {
+    for (int i = 0; i < FOURS; ++i) {
       const float* four = sums[m] + 4 * i;
-      put16(mine + (m * (TOKENS / 8) + i) * MULTIPLIERS, uint4{bits_of(four[0]), bits_of(four[1]), bits_of(four[2]), bits_of(four[3])});
+      put16(part + (m * FOURS + i) * THREADS, uint4{bits_of(four[0]), bits_of(four[1]), bits_of(four[2]), bits_of(four[3])});
     }
-  const int begin = tile.number * a.blocks, first = begin / a.units, last = (begin + a.blocks - 1) / a.units;
-  int* word = (int*)(dynamic_shared() + shared_word);
-  sync_consumers<MULTIPLIERS>();
-  if (thread_index() == 128) {
-    const int before = add_acquire_release(a.arrivals + tile.number, 1);
-    put_shared4(word, before == last - first);
-    if (before == last - first) a.arrivals[tile.number] = 0;
-  }
-  sync_consumers<MULTIPLIERS>();
-  if (!get_shared4(word)) return false;
+  sync_consumers<THREADS>();
+  if (thread_index() == 128) add_release(a.arrivals + tile.number, 1);
+}
+
+// Waits until `blocks` blocks have stored their parts of a tile. The last one to see it clears the counter.
+DEVICE void await_parts(u32* arrivals, u32 blocks) {
+  while (get4_acquire(arrivals) < blocks) {}
+  if (add_relaxed(arrivals, 1) == 2 * blocks - 1) *arrivals = 0;
+}
+
+// Returns the sums of eight numbers of all parts of a tile. `at` is their index in units of four numbers per thread.
+template <int TOKENS, int HALVES> DEVICE void add_parts(const Args& a, int first, int last, int begin, int at, float (&sums)[8]) {
+  constexpr int THREADS = Groups<TOKENS>::THREADS, AHEAD = 4;
 #pragma unroll
-  for (int m = 0; m < HALVES; ++m)
-#pragma unroll
-    for (int i = 0; i < TOKENS / 2; ++i) sums[m][i] = 0.f;
+  for (int n = 0; n < 8; ++n) sums[n] = 0.f;
 #pragma unroll 1
-  for (int block = first; block <= last; ++block) {
-    const uint4* part = part_of<TOKENS, HALVES>(a, block, block * a.units <= begin);
+  for (int block = first; block <= last; block += AHEAD) {
+    uint4 found[AHEAD][2];
 #pragma unroll
-    for (int m = 0; m < HALVES; ++m)
-#pragma unroll
-      for (int i = 0; i < TOKENS / 8; ++i) {
-        const uint4 four = get16(part + (m * (TOKENS / 8) + i) * MULTIPLIERS);
-        sums[m][4 * i] += from_bits(four.x);
-        sums[m][4 * i + 1] += from_bits(four.y);
-        sums[m][4 * i + 2] += from_bits(four.z);
-        sums[m][4 * i + 3] += from_bits(four.w);
+    for (int n = 0; n < AHEAD; ++n)
+      if (block + n <= last) {
+        const uint4* part = part_of<TOKENS, HALVES>(a, block + n, (block + n) * a.units <= begin) + at * THREADS;
+        found[n][0] = get16(part);
+        found[n][1] = get16(part + THREADS);
       }
+#pragma unroll
+    for (int n = 0; n < AHEAD; ++n)
+      if (block + n <= last)
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          sums[4 * h] += from_bits(found[n][h].x);
+          sums[4 * h + 1] += from_bits(found[n][h].y);
+          sums[4 * h + 2] += from_bits(found[n][h].z);
+          sums[4 * h + 3] += from_bits(found[n][h].w);
+        }
   }
-  return true;
 }
 
 // -- epilogues ----------------------------------------------------------------------------------
 
-// Stores two outputs of one row if they are inside the matrix.
-DEVICE void store_two(u16* y, u32 two, int output, int outputs) {
-  if (output + 1 < outputs && ((long)y & 3) == 0)
-    put4(y, two);
-  else {
-    if (output < outputs) y[0] = (u16)two;
-    if (output + 1 < outputs) y[1] = (u16)(two >> 16);
-  }
+// Stores four outputs of one row if they are inside the matrix.
+DEVICE void store_four(u16* y, uint2 four, int output, int outputs) {
+  if (output + 3 < outputs && ((long)y & 7) == 0)
+    put8(y, four);
+  else
+#pragma unroll
+    for (int n = 0; n < 4; ++n)
+      if (output + n < outputs) y[n] = (u16)((n < 2 ? four.x : four.y) >> n % 2 * 16);
 }
 
-// The rows that a lane stores, and their shares (routing weights). All are read at the same time,
-// because each would wait for memory if they were read one after the other.
-template <int TOKENS> struct Places {
-  int rows[TOKENS / 8];
-  float shares[TOKENS / 8];
+// Of two words of two neighboring lanes, gives the first words of both to the even lane, and the second words to
+// the odd one.
+DEVICE uint2 exchange(u32 first, u32 second) {
+  const bool odd = thread_index() % 2;
+  const u32 other = shuffle_xor(odd ? first : second, 1);
+  return odd ? uint2{other, second} : uint2{first, other};
+}
+
+// Of 16 outputs, the first of the four that a lane stores after an exchange.
+DEVICE int exchanged_output() { return thread_index() % 2 * 8 + thread_index() % 4 / 2 * 4; }
+
+// The two rows of a thread's sums, and their shares (routing weights).
+struct Places {
+  int rows[2];
+  float shares[2];
 };
 
-template <int TOKENS, int EPILOGUE> DEVICE void find_places(const Args& a, const Tile& tile, Places<TOKENS>& places) {
-  const int g = thread_index() % 32 / 4;
+template <int TOKENS, int EPILOGUE> DEVICE Places find_places(const Args& a, const Tile& tile) {
+  Places places;
 #pragma unroll
-  for (int i = 0; i < TOKENS / 8; ++i) {
-    places.rows[i] = tile.rows + 8 * i + g;
-    if (EPILOGUE == WEIGHTED) places.rows[i] = a.pairs[places.rows[i]];
+  for (int h = 0; h < 2; ++h) {
+    places.rows[h] = tile.rows + Groups<TOKENS>::row() + 8 * h;
+    if (EPILOGUE == WEIGHTED) places.rows[h] = a.pairs[places.rows[h]];
   }
 #pragma unroll
-  for (int i = 0; i < TOKENS / 8; ++i)
-    places.shares[i] = EPILOGUE == WEIGHTED && places.rows[i] < a.count ? a.shares[places.rows[i]] : 0.f;
+  for (int h = 0; h < 2; ++h)
+    places.shares[h] = EPILOGUE == WEIGHTED && places.rows[h] < a.count ? a.shares[places.rows[h]] : 1.f;
+  return places;
 }
 
-// Stores bf16 (rows, outputs), in the row of each slot, or of its pair.
-template <int TOKENS, int EPILOGUE>
-DEVICE void store_rows(const Args& a, const Places<TOKENS>& places, int first, const float (&sums)[TOKENS / 2]) {
-  const int t = thread_index() % 4, g = thread_index() % 32 / 4;
-  float bias[2] = {0.f, 0.f};
-  if (EPILOGUE == LINEAR && a.bias)
+// Returns an output's bias, or 0.
+template <int EPILOGUE> DEVICE float bias_of(const Args& a, int output) {
+  return EPILOGUE == LINEAR && a.bias && output < a.outputs ? from_bits((u32)a.bias[output] << 16) : 0.f;
+}
+
+// Stores bf16 (rows, outputs), in the row of each slot, or of its pair: a thread's sums of the 16 outputs from `first`
+// on.
+template <int EPILOGUE> DEVICE void store_sixteen(const Args& a, const Places& places, int first, const float* sums) {
+  const int t = thread_index() % 4, output = first + exchanged_output();
+  float biases[4];
 #pragma unroll
-    for (int h = 0; h < 2; ++h)
-      if (first + g + 8 * h < a.outputs) bias[h] = from_bits((u32)a.bias[first + g + 8 * h] << 16);
+  for (int n = 0; n < 4; ++n) biases[n] = bias_of<EPILOGUE>(a, first + 8 * (n / 2) + 2 * t + n % 2);
 #pragma unroll
-  for (int i = 0; i < TOKENS / 8; ++i) {
-    const int row = places.rows[i];
-    // A lane holds the share of the row that it stores after the transpose; its sums still belong to others.
-    const float low_share = EPILOGUE == WEIGHTED ? shuffle(places.shares[i], 8 * t) : 1.f;
-    const float high_share = EPILOGUE == WEIGHTED ? shuffle(places.shares[i], 8 * t + 4) : 1.f;
+  for (int h = 0; h < 2; ++h) {
+    u32 two[2];
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      const float low = sums[4 * i + 2 * h] * low_share + bias[h], high = sums[4 * i + 2 * h + 1] * high_share + bias[h];
-      const u32 two = transpose(pack(low, high));
-      const int output = first + 8 * h + 2 * t;
-      if (row < a.count) store_two((u16*)a.y + (long)row * a.outputs + output, two, output, a.outputs);
+    for (int n = 0; n < 2; ++n) {
+      const float* of = sums + 4 * n + 2 * h;
+      two[n] = pack(of[0] * places.shares[h] + biases[2 * n], of[1] * places.shares[h] + biases[2 * n + 1]);
     }
+    const uint2 four = exchange(two[0], two[1]);
+    if (places.rows[h] < a.count)
+      store_four((u16*)a.y + (long)places.rows[h] * a.outputs + output, four, output, a.outputs);
+  }
+}
+
+// Adds and stores this block's share of a tile that several blocks compute.
+template <int TOKENS, int HALVES> DEVICE void store_share(const Args& a, const Tile& tile) {
+  using Group = Groups<TOKENS>;
+  constexpr int IN_HALF = Group::OUTPUTS / 16, ALL = HALVES * IN_HALF;  // units of 16 outputs
+  const int begin = tile.number * a.blocks, first = begin / a.units, last = (begin + a.blocks - 1) / a.units;
+  const int blocks = last - first + 1, mine = block_index() - first;
+  if (thread_index() == 128) await_parts(a.arrivals + tile.number, blocks);
+  sync_consumers<Group::THREADS>();
+  const Places places = find_places<TOKENS, LINEAR>(a, tile);
+#pragma unroll 1
+  for (int at = mine * ALL / blocks; at < (mine + 1) * ALL / blocks; ++at) {
+    float sums[8];
+    add_parts<TOKENS, HALVES>(a, first, last, begin, 2 * at, sums);
+    const int output = half_of<LINEAR>(a, tile, at / IN_HALF) + Group::first_output() + at % IN_HALF * 16;
+    store_sixteen<LINEAR>(a, places, output, sums);
   }
 }
 
@@ -321,97 +445,120 @@ DEVICE void store_rows(const Args& a, const Places<TOKENS>& places, int first, c
 DEVICE float scale_of(float largest) { return greater(largest, LEAST) * (1.f / LARGEST); }
 DEVICE float rounded_to_bf16(float x) { return from_bits(pack(0.f, x)); }
 
-// Stores e4m3 (blocks, slots, 128) and a scale for each slot and block. This tile's outputs are one
-// block.
-template <int TOKENS>
-DEVICE void store_swiglu(const Args& a, const Tile& tile, int warp, float (&gate)[TOKENS / 2], const float (&up)[TOKENS / 2], u32 greatest) {
-  const int lane = thread_index() % 32, g = lane / 4, t = lane % 4, block = tile.outputs / BLOCK;
-  for (int i = thread_index() - 128; i < TOKENS; i += MULTIPLIERS) put_shared4((int*)(dynamic_shared() + greatest) + i, 0);
-  sync_consumers<MULTIPLIERS>();
-  const u32 sizes = address_of(dynamic_shared() + greatest);
-#pragma unroll
-  for (int i = 0; i < TOKENS / 2; ++i)
-    gate[i] = rounded_to_bf16(gate[i] * inverse_of(1.f + exp2_of(-1.44269504f * gate[i])) * up[i]);
-#pragma unroll
-  for (int i = 0; i < TOKENS / 4; ++i) {
-    const int at = i / 2 * 4 + i % 2;
-    float size = greater_size(gate[at], gate[at + 2]);
-    size = greater(size, shuffle_xor(size, 4));
-    size = greater(size, shuffle_xor(size, 8));
-    size = greater(size, shuffle_xor(size, 16));
-    if (g == 0) max_shared(sizes + (i / 2 * 8 + 2 * t + i % 2) * 4, bits_of(size));
+// Returns the larger of each row's numbers and those of the other group, which has the other half of the outputs.
+// `sizes` is the offset of a float for each row in shared memory.
+template <int TOKENS> DEVICE float2 larger_of_groups(float2 size, u32 sizes) {
+  constexpr int THREADS = Groups<TOKENS>::THREADS;
+  float* shared = (float*)(dynamic_shared() + sizes);
+  const int row = Groups<TOKENS>::row();
+  for (int i = thread_index() - 128; i < TOKENS; i += THREADS) put_shared4((int*)shared + i, 0);
+  sync_consumers<THREADS>();
+  if (thread_index() % 4 == 0) {
+    max_shared(address_of(shared + row), bits_of(size.x));
+    max_shared(address_of(shared + row + 8), bits_of(size.y));
   }
-  sync_consumers<MULTIPLIERS>();
+  sync_consumers<THREADS>();
+  return float2{get_shared_float(address_of(shared + row)), get_shared_float(address_of(shared + row + 8))};
+}
+
+// Stores e4m3 (blocks, slots, 128) and a scale for each slot and block. This tile's outputs are one
+// block. `sizes` is the offset of a float for each row in shared memory.
+template <int TOKENS, int COUNT>
+DEVICE void store_swiglu(const Args& a, const Tile& tile, float (&gate)[COUNT], const float (&up)[COUNT], u32 sizes) {
+  using Group = Groups<TOKENS>;
+  const int block = tile.outputs / BLOCK, slot = tile.rows + Group::row();
+  float2 size{0.f, 0.f};
 #pragma unroll
-  for (int i = 0; i < TOKENS / 8; ++i) {
-    const float2 size = get_shared8(sizes + 32 * i + 8 * t);
-    const float first = scale_of(size.x), second = scale_of(size.y);
-    const float low_by = inverse_of(first), high_by = inverse_of(second);
-    // Outputs g and g + 8 of one row form a 16-bit number; after the transpose, lanes have 2t, 2t + 8, ...
-    const u32 low = round_to_bytes(gate[4 * i] * low_by, gate[4 * i + 2] * low_by);
-    const u32 high = round_to_bytes(gate[4 * i + 1] * high_by, gate[4 * i + 3] * high_by);
-    const u32 four = transpose(low | high << 16);
-    const int slot = tile.rows + 8 * i + g;
-    u8* chunk = (u8*)a.y + ((long)block * a.slots + slot) * BLOCK + (warp ^ g) * 16;
-    const u32 ordered = bytes_of<0x3120>(four, 0);
-    *(u16*)(chunk + 2 * t) = (u16)ordered;
-    *(u16*)(chunk + 8 + 2 * t) = (u16)(ordered >> 16);
-    if (warp == 0 && g == 0) {
-      a.y_scales[(long)block * a.slots + tile.rows + 8 * i + 2 * t] = first;
-      a.y_scales[(long)block * a.slots + tile.rows + 8 * i + 2 * t + 1] = second;
+  for (int i = 0; i < COUNT; ++i) {
+    gate[i] = rounded_to_bf16(gate[i] * inverse_of(1.f + exp2_of(-1.44269504f * gate[i])) * up[i]);
+    (i % 4 < 2 ? size.x : size.y) = greater_size(i % 4 < 2 ? size.x : size.y, gate[i]);
+  }
+#pragma unroll
+  for (int mask = 1; mask < 4; mask *= 2) {
+    size.x = greater(size.x, shuffle_xor(size.x, mask));
+    size.y = greater(size.y, shuffle_xor(size.y, mask));
+  }
+  if (TOKENS == 64) size = larger_of_groups<TOKENS>(size, sizes);
+  const float first = scale_of(size.x), second = scale_of(size.y);
+  const float first_by = inverse_of(first), second_by = inverse_of(second);
+  u8* y = (u8*)a.y + ((long)block * a.slots + slot) * BLOCK;
+#pragma unroll
+  for (int i = 0; i < COUNT / 4; i += 2) {
+    // Two bytes of the first row, then two of the second.
+    u32 both[2];
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+      const float* four = gate + 4 * (i + n);
+      both[n] = round_to_bytes(four[0] * first_by, four[1] * first_by) | round_to_bytes(four[2] * second_by, four[3] * second_by) << 16;
     }
+    const uint2 found = exchange(both[0], both[1]);
+    const int output = Group::first_output() + 8 * i + exchanged_output();
+    u8* at = y + (output / 16 ^ slot % 8) * 16 + output % 16;
+    *(u32*)at = bytes_of<0x5410>(found.x, found.y);
+    *(u32*)(at + 8 * BLOCK) = bytes_of<0x7632>(found.x, found.y);
+  }
+  if (Group::first_output() == 0 && thread_index() % 4 == 0) {
+    a.y_scales[(long)block * a.slots + slot] = first;
+    a.y_scales[(long)block * a.slots + slot + 8] = second;
   }
 }
 
 template <int TOKENS, int HALVES, int STAGES, int EPILOGUE>
-DEVICE void consume(const Args& a, Ring<TOKENS, HALVES, STAGES> ring, u32 greatest, u32 word) {
+DEVICE void consume(const Args& a, Ring<TOKENS, HALVES, STAGES> ring, u32 sizes) {
+  using Group = Groups<TOKENS>;
   constexpr int OUTPUTS = EPILOGUE == SWIGLU ? 128 : 128 * HALVES;
-  const int warp = thread_index() / 32 - 4;
-  float sums[HALVES][TOKENS / 2];
+  float sums[HALVES][Group::OUTPUTS / 2];
   TileScheduler scheduler(a);
   Tile tile;
 #pragma unroll 1
   while (scheduler.template next<TOKENS, OUTPUTS>(a, tile)) {
-    add_up<TOKENS, HALVES, STAGES, EPILOGUE>(a, tile, ring, warp, sums);
-    if (EPILOGUE == LINEAR && tile.end - tile.begin < a.blocks && !reduce_parts<TOKENS, HALVES>(a, tile, word, sums)) continue;
-    if constexpr (EPILOGUE == SWIGLU) {
-      store_swiglu<TOKENS>(a, tile, warp, sums[0], sums[HALVES - 1], greatest);
+    add_up<TOKENS, HALVES, STAGES, EPILOGUE>(a, tile, ring, sums);
+    if (EPILOGUE == LINEAR && tile.is_part(a)) {
+      store_part<TOKENS, HALVES>(a, tile, sums);
+    } else if constexpr (EPILOGUE == SWIGLU) {
+      store_swiglu<TOKENS>(a, tile, sums[0], sums[HALVES - 1], sizes);
     } else {
-      Places<TOKENS> places;
-      find_places<TOKENS, EPILOGUE>(a, tile, places);
-      store_rows<TOKENS, EPILOGUE>(a, places, half_of<EPILOGUE>(a, tile, 0) + 16 * warp, sums[0]);
-      if constexpr (HALVES == 2)
-        store_rows<TOKENS, EPILOGUE>(a, places, half_of<EPILOGUE>(a, tile, 1) + 16 * warp, sums[1]);
+      const Places places = find_places<TOKENS, EPILOGUE>(a, tile);
+#pragma unroll
+      for (int m = 0; m < HALVES; ++m)
+#pragma unroll
+        for (int i = 0; i < Group::OUTPUTS; i += 16)
+          store_sixteen<EPILOGUE>(a, places, half_of<EPILOGUE>(a, tile, m) + Group::first_output() + i, sums[m] + i / 2);
     }
   }
+  // A block may have parts of two tiles. Others wait for both, so both are stored first.
+  if (EPILOGUE != LINEAR || !a.units) return;
+  TileScheduler again(a);
+#pragma unroll 1
+  while (again.template next<TOKENS, OUTPUTS>(a, tile))
+    if (tile.is_part(a)) store_share<TOKENS, HALVES>(a, tile);
 }
 
 // Divides shared memory from `base`, a multiple of 1,024, into stages, scales of rows, largest
-// magnitudes, barriers, and a word; then runs the producer or a consumer.
+// magnitudes, and barriers; then runs the producer or a consumer.
 template <int TOKENS, int HALVES, int STAGES, int EPILOGUE> DEVICE void run(const Args& a) {
   u8* memory = dynamic_shared();
   const u32 shift = (1024 - address_of(memory) % 1024) % 1024, base = address_of(memory) + shift;
   Ring<TOKENS, HALVES, STAGES> ring;
   ring.stages = base;
   ring.scales = base + STAGES * ring.STAGE;
-  const u32 greatest = shift + STAGES * (ring.STAGE + TOKENS * 4);  // offset from `memory`
-  ring.full = address_of(memory) + greatest + TOKENS * 4;
+  const u32 sizes = shift + STAGES * (ring.STAGE + TOKENS * 4);  // offset from `memory`
+  ring.full = address_of(memory) + sizes + TOKENS * 4;
   ring.empty = ring.full + 8 * STAGES;
   if (thread_index() == 0) {
     for (int i = 0; i < STAGES; ++i) {
       barrier_init(ring.full + 8 * i, 1);
-      barrier_init(ring.empty + 8 * i, MULTIPLIER_WARPS);
+      barrier_init(ring.empty + 8 * i, Groups<TOKENS>::WARPS);
     }
     barriers_are_ready();
   }
   sync_block();
-  // Tiles of 128 rows need all registers. Blocks of smaller tiles fit next to those of the previous kernel.
   if (thread_index() < 128) {
-    if (TOKENS == 128) fewer_registers<40>();
+    fewer_registers<TOKENS == 192 ? 24 : 40>();
     if (thread_index() == 0) Producer<TOKENS, HALVES, STAGES, EPILOGUE>{a}.run(ring);
   } else {
-    if (TOKENS == 128) more_registers<232>();
-    consume<TOKENS, HALVES, STAGES, EPILOGUE>(a, ring, greatest, greatest + TOKENS * 4 + 16 * STAGES);
+    more_registers<TOKENS == 128 ? 232 : 160>();
+    consume<TOKENS, HALVES, STAGES, EPILOGUE>(a, ring, sizes);
   }
 }
 

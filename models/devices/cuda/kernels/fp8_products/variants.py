@@ -11,13 +11,14 @@ from nanoactor.models.devices.cuda.kernels.nvrtc import MACHINE_SOURCE
 
 BLOCK = 128
 """Number of inputs that share a scale. These kernels support no other number."""
-THREADS = 384
-"""Number of threads of a block. One group of 128 threads copies, and two groups multiply."""
+GROUP_MULTIPLE = 64
+"""Number of consecutive outputs that must share a scale. The number of outputs per scale must be a
+multiple of it."""
 ROUNDING, ROUNDING_THREADS = "round_rows", 256
 """Name and number of threads of the kernel that rounds activations to e4m3."""
 AT_ONCE = 8
 """Number of blocks of inputs that one warp rounds."""
-TRITON_MAX_ROWS = 64
+TRITON_MAX_ROWS = 16
 """Maximum number of rows for which the Triton kernels are faster (docs/gpu_measurements.md)."""
 _MIN_PAIRS, _LARGE_TILE_PAIRS = 32, 128
 """Mean numbers of pairs per expert from which these kernels are faster than those in Triton, and
@@ -56,6 +57,12 @@ class Variant:
         return 128 if self.epilogue == "SWIGLU" else 128 * self.halves
 
     @property
+    def threads(self) -> int:
+        """Number of threads of a block. One group of 128 threads copies. Each other group
+        multiplies 64 rows, or half of the outputs of a tile of 64 rows."""
+        return 128 * (1 + max(2, self.tokens // 64))
+
+    @property
     def _stage_bytes(self) -> int:
         """Size in bytes of the buffers for one block of inputs of a tile: its part of the matrix,
         the rows, the rows' scales, and two barriers."""
@@ -77,20 +84,31 @@ class Variant:
         """Number of threads among which the compiler divides the registers of a multiprocessor.
 
         For tiles of 64 rows, this is more than a thread block has, so that blocks of the previous
-        kernel can run at the same time. Tiles of 128 rows need all registers.
+        kernel can run at the same time. Larger tiles need all registers.
         """
-        return THREADS if self.tokens == 128 else 512
+        return self.threads if self.tokens > 64 else 512
 
 
-_STAGE_AND_COMBINE_COSTS = {
-    Variant("LINEAR", 64, 1): (0.48, 6.0),
-    Variant("LINEAR", 128, 1): (0.72, 12.0),
-    Variant("LINEAR", 128, 2): (1.19, 20.0),
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Costs:
+    """Times in microseconds, measured on an H200."""
+
+    stage: float
+    """Time of a stage (a block of inputs of a tile) if few multiprocessors are busy."""
+    contended_stage: float
+    """Time of a stage if all multiprocessors are busy, and share the memory's bandwidth."""
+    combine: float
+    """Time in which the parts of a tile are added, if several thread blocks compute them."""
+
+
+_COSTS = {
+    Variant("LINEAR", 64, 1): _Costs(0.28, 0.42, 5.0),
+    Variant("LINEAR", 128, 1): _Costs(0.44, 0.52, 11.0),
+    Variant("LINEAR", 128, 2): _Costs(0.8, 1.0, 13.0),
+    Variant("LINEAR", 192, 1): _Costs(0.6, 0.7, 12.0),
 }
-"""Times in microseconds, measured on an H200: for one stage (a block of inputs of a tile), and for
-adding the parts of a tile if several thread blocks compute them."""
 VARIANTS = (
-    *_STAGE_AND_COMBINE_COSTS,
+    *_COSTS,
     *(Variant(epilogue, tokens, 2) for epilogue in ("SWIGLU", "WEIGHTED") for tokens in (64, 128)),
 )
 
@@ -131,6 +149,11 @@ class Division:
     blocks: int
     """Number of thread blocks in the grid."""
 
+    @property
+    def slots(self) -> int:
+        """Number of rows of all tiles, including those that pad the last tile."""
+        return self.row_tiles * self.variant.tokens
+
 
 @functools.lru_cache(4096)
 def choose_division(rows: int, outputs: int, inputs: int, processors: int) -> Division:
@@ -140,23 +163,25 @@ def choose_division(rows: int, outputs: int, inputs: int, processors: int) -> Di
     GPU has `processors` multiprocessors.
     """
     options = []
-    for variant, (stage_cost, combine_cost) in _STAGE_AND_COMBINE_COSTS.items():
+    for variant, costs in _COSTS.items():
         row_tiles = -(-rows // variant.tokens)
         output_tiles = -(-outputs // variant.outputs)
         tiles = row_tiles * output_tiles
+        blocks = min(processors, tiles)
+        stage_cost = max(costs.stage, costs.contended_stage * blocks / processors)
         whole_tiles_time = -(-tiles // processors) * inputs * stage_cost
-        options.append(
-            (
-                whole_tiles_time,
-                Division(variant, row_tiles, output_tiles, 0, min(processors, tiles)),
-            )
-        )
+        options.append((whole_tiles_time, Division(variant, row_tiles, output_tiles, 0, blocks)))
         if tiles < processors:
             units = max(-(-tiles * inputs // processors), min(_MIN_UNITS, inputs))
             blocks = -(-tiles * inputs // units)
             division = Division(variant, row_tiles, output_tiles, units, blocks)
-            options.append((units * stage_cost + combine_cost, division))
+            options.append((units * costs.contended_stage + costs.combine, division))
     return min(options, key=lambda option: option[0])[1]
+
+
+def swiglu_variant(rows: int) -> Variant:
+    """Return the variant for the gate and up product of a dense layer with `rows` rows."""
+    return Variant("SWIGLU", 64 if rows <= 64 else 128, 2)
 
 
 def choose_variants(pairs: int, experts: int) -> tuple[Variant, Variant] | None:

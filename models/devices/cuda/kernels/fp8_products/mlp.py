@@ -1,0 +1,63 @@
+"""The SwiGLU feed-forward operator for FP8 matrices, with the CUDA C++ kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from nanoactor.models.devices.cuda.kernels.fp8_products.launch import (
+    Kernels,
+    Rows,
+    arguments_of,
+    quantize,
+)
+from nanoactor.models.devices.cuda.kernels.fp8_products.linear import HopperFp8Linear
+from nanoactor.models.devices.cuda.kernels.fp8_products.variants import BLOCK, swiglu_variant
+from nanoactor.models.devices.protocols import LinearOperator
+
+
+def mlp_of(
+    gate_up: LinearOperator, down: LinearOperator, otherwise: LinearOperator
+) -> LinearOperator:
+    """Return the operator down(swiglu(gate_up(x))) if the CUDA C++ kernels support it. If not,
+    return `otherwise`."""
+    if not isinstance(gate_up, HopperFp8Linear) or not isinstance(down, HopperFp8Linear):
+        return otherwise
+    inner = gate_up.matrix_map.outputs // 2
+    if gate_up.bias is not None or inner % BLOCK or down.matrix_map.packed.offset:
+        return otherwise
+    return HopperMLP(gate_up, down, otherwise)
+
+
+class HopperMLP:
+    """The operator down(swiglu(gate_up(x))) for FP8 matrices.
+
+    The gate and up projections of the same outputs are in one tile, so that SwiGLU and the rounding
+    for the down projection happen in registers.
+    """
+
+    def __init__(
+        self, gate_up: HopperFp8Linear, down: HopperFp8Linear, otherwise: LinearOperator
+    ) -> None:
+        """Combine two projections. `gate_up` must have no bias, and the inputs of `down` must be
+        whole blocks. `otherwise` is used for rows that the kernels do not support."""
+        self._gate_up, self._down, self._otherwise = gate_up, down, otherwise
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return down(swiglu(gate_up(x))) for `x` (tokens, hidden). Raises `DriverError` if a
+        launch fails."""
+        if not self._gate_up.supports(x):
+            return self._otherwise(x)
+        matrix = self._gate_up.matrix_map
+        kernels: Kernels = self._gate_up.kernels
+        variant = swiglu_variant(len(x))
+        row_tiles = -(-len(x) // variant.tokens)
+        division = self._down.division(len(x))
+        slots = max(row_tiles * variant.tokens, division.slots)
+        rows = quantize(kernels, x.contiguous(), matrix.packed, slots)
+        inner = Rows.empty(self._down.matrix_map.blocks, slots, x.device)
+        args = arguments_of(matrix, variant, rows, row_tiles, inner.values, len(x))
+        args.y_scales = inner.scales.data_ptr()
+        kernels.multiply(variant, args, min(kernels.processors, row_tiles * args.output_tiles))
+        y = x.new_empty(len(x), self._down.matrix_map.outputs)
+        self._down.multiply(inner, division, y)
+        return y
