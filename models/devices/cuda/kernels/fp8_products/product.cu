@@ -34,8 +34,7 @@ struct Args {
   const int* pairs;        // token-expert pair of each slot, with WEIGHTED
   const float* shares;     // share of each pair, with WEIGHTED
   uint4* parts;            // sums of tiles that several blocks compute, two parts per block
-  u32* arrivals;           // number of blocks that have stored their part of each such tile, plus number of blocks
-                           // that have seen that all are stored; zero between products
+  u32* arrivals;           // number of blocks that have stored their part of each such tile; zero between products
   int slots;               // number of rows, including those that pad the last tile
   int count;               // number of rows that are stored, or of pairs with WEIGHTED
   int outputs;             // outputs of a matrix
@@ -166,7 +165,7 @@ template <int TOKENS, int HALVES, int STAGES, int EPILOGUE> struct Producer {
     const int filled = tile.end - tile.begin < EARLY ? tile.end : tile.begin + EARLY;
     for (int b = tile.begin; b < filled; ++b, early.next()) copy_weights(early, tile, b);
     await_previous();
-    if (!a.units) allow_next();  // blocks that wait for each other are slower beside those of the next kernel
+    if (!a.units) allow_next();  // parts arrive later beside blocks of the next kernel
     for (int b = tile.begin; b < filled; ++b, ring.next()) copy_activations(ring, tile, b);
     int begin = filled;  // of the first tile; -1 for the others
     do {
@@ -295,8 +294,9 @@ DEVICE void add_up(const Args& a, const Tile& tile, Ring<TOKENS, HALVES, STAGES>
 }
 
 // -- tiles that several blocks compute ------------------------------------------------------------
-// Every block stores its part of the sums, in float32. When all parts of a tile are stored, each of its blocks adds a
-// share of the outputs, in the order of the blocks. Blocks wait for each other, so all must run at the same time.
+// Every block stores its part of the sums, in float32, and the last one to do so adds all parts, in the order of the
+// blocks. No block waits for another: if two kernels of this kind ran at the same time, each with half of the
+// multiprocessors, blocks that wait would wait forever.
 
 // Returns a block's part of a tile. A block may have two: one that begins with its tile, and one
 // that does not.
@@ -305,9 +305,10 @@ template <int TOKENS, int HALVES> DEVICE uint4* part_of(const Args& a, int block
   return a.parts + (long)(2 * block + whole_beginning) * HALVES * (Group::OUTPUTS / 8) * Group::THREADS + thread_index() - 128;
 }
 
-// Stores this block's part of a tile.
+// Stores this block's part of a tile. Returns whether all other parts are stored, too. `word` is the offset of a word
+// in shared memory.
 template <int TOKENS, int HALVES>
-DEVICE void store_part(const Args& a, const Tile& tile, const float (&sums)[HALVES][Groups<TOKENS>::OUTPUTS / 2]) {
+DEVICE bool store_part(const Args& a, const Tile& tile, int blocks, u32 word, const float (&sums)[HALVES][Groups<TOKENS>::OUTPUTS / 2]) {
   constexpr int THREADS = Groups<TOKENS>::THREADS, FOURS = Groups<TOKENS>::OUTPUTS / 8;
   uint4* part = part_of<TOKENS, HALVES>(a, block_index(), tile.begin == 0);
 #pragma unroll
@@ -317,42 +318,41 @@ DEVICE void store_part(const Args& a, const Tile& tile, const float (&sums)[HALV
       const float* four = sums[m] + 4 * i;
       put16(part + (m * FOURS + i) * THREADS, uint4{bits_of(four[0]), bits_of(four[1]), bits_of(four[2]), bits_of(four[3])});
     }
+  int* is_last = (int*)(dynamic_shared() + word);
   sync_consumers<THREADS>();
-  if (thread_index() == 128) add_release(a.arrivals + tile.number, 1);
-}
-
-// Waits until `blocks` blocks have stored their parts of a tile. The last one to see it clears the counter.
-DEVICE void await_parts(u32* arrivals, u32 blocks) {
-  while (get4_acquire(arrivals) < blocks) {}
-  if (add_relaxed(arrivals, 1) == 2 * blocks - 1) *arrivals = 0;
-}
-
-// Returns the sums of eight numbers of all parts of a tile. `at` is their index in units of four numbers per thread.
-template <int TOKENS, int HALVES> DEVICE void add_parts(const Args& a, int first, int last, int begin, int at, float (&sums)[8]) {
-  constexpr int THREADS = Groups<TOKENS>::THREADS, AHEAD = 4;
-#pragma unroll
-  for (int n = 0; n < 8; ++n) sums[n] = 0.f;
-#pragma unroll 1
-  for (int block = first; block <= last; block += AHEAD) {
-    uint4 found[AHEAD][2];
-#pragma unroll
-    for (int n = 0; n < AHEAD; ++n)
-      if (block + n <= last) {
-        const uint4* part = part_of<TOKENS, HALVES>(a, block + n, (block + n) * a.units <= begin) + at * THREADS;
-        found[n][0] = get16(part);
-        found[n][1] = get16(part + THREADS);
-      }
-#pragma unroll
-    for (int n = 0; n < AHEAD; ++n)
-      if (block + n <= last)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          sums[4 * h] += from_bits(found[n][h].x);
-          sums[4 * h + 1] += from_bits(found[n][h].y);
-          sums[4 * h + 2] += from_bits(found[n][h].z);
-          sums[4 * h + 3] += from_bits(found[n][h].w);
-        }
+  if (thread_index() == 128) {
+    put_shared4(is_last, add_acquire_release(a.arrivals + tile.number, 1) == blocks - 1);
+    if (get_shared4(is_last)) a.arrivals[tile.number] = 0;
   }
+  sync_consumers<THREADS>();
+  return get_shared4(is_last);
+}
+
+// Stores this block's part of a tile. If it is the last one, replaces the sums by those of all parts and returns true.
+template <int TOKENS, int HALVES>
+DEVICE bool reduce_parts(const Args& a, const Tile& tile, u32 word, float (&sums)[HALVES][Groups<TOKENS>::OUTPUTS / 2]) {
+  constexpr int THREADS = Groups<TOKENS>::THREADS, FOURS = Groups<TOKENS>::OUTPUTS / 8;
+  const int begin = tile.number * a.blocks, first = begin / a.units, last = (begin + a.blocks - 1) / a.units;
+  if (!store_part<TOKENS, HALVES>(a, tile, last - first + 1, word, sums)) return false;
+#pragma unroll
+  for (int m = 0; m < HALVES; ++m)
+#pragma unroll
+    for (int i = 0; i < 4 * FOURS; ++i) sums[m][i] = 0.f;
+#pragma unroll 1
+  for (int block = first; block <= last; ++block) {
+    const uint4* part = part_of<TOKENS, HALVES>(a, block, block * a.units <= begin);
+#pragma unroll
+    for (int m = 0; m < HALVES; ++m)
+#pragma unroll
+      for (int i = 0; i < FOURS; ++i) {
+        const uint4 four = get16(part + (m * FOURS + i) * THREADS);
+        sums[m][4 * i] += from_bits(four.x);
+        sums[m][4 * i + 1] += from_bits(four.y);
+        sums[m][4 * i + 2] += from_bits(four.z);
+        sums[m][4 * i + 3] += from_bits(four.w);
+      }
+  }
+  return true;
 }
 
 // -- epilogues ----------------------------------------------------------------------------------
@@ -423,24 +423,6 @@ template <int EPILOGUE> DEVICE void store_sixteen(const Args& a, const Places& p
   }
 }
 
-// Adds and stores this block's share of a tile that several blocks compute.
-template <int TOKENS, int HALVES> DEVICE void store_share(const Args& a, const Tile& tile) {
-  using Group = Groups<TOKENS>;
-  constexpr int IN_HALF = Group::OUTPUTS / 16, ALL = HALVES * IN_HALF;  // units of 16 outputs
-  const int begin = tile.number * a.blocks, first = begin / a.units, last = (begin + a.blocks - 1) / a.units;
-  const int blocks = last - first + 1, mine = block_index() - first;
-  if (thread_index() == 128) await_parts(a.arrivals + tile.number, blocks);
-  sync_consumers<Group::THREADS>();
-  const Places places = find_places<TOKENS, LINEAR>(a, tile);
-#pragma unroll 1
-  for (int at = mine * ALL / blocks; at < (mine + 1) * ALL / blocks; ++at) {
-    float sums[8];
-    add_parts<TOKENS, HALVES>(a, first, last, begin, 2 * at, sums);
-    const int output = half_of<LINEAR>(a, tile, at / IN_HALF) + Group::first_output() + at % IN_HALF * 16;
-    store_sixteen<LINEAR>(a, places, output, sums);
-  }
-}
-
 // Returns the scale by which the largest number of a block becomes the largest e4m3 number.
 DEVICE float scale_of(float largest) { return greater(largest, LEAST) * (1.f / LARGEST); }
 DEVICE float rounded_to_bf16(float x) { return from_bits(pack(0.f, x)); }
@@ -504,7 +486,7 @@ DEVICE void store_swiglu(const Args& a, const Tile& tile, float (&gate)[COUNT], 
 }
 
 template <int TOKENS, int HALVES, int STAGES, int EPILOGUE>
-DEVICE void consume(const Args& a, Ring<TOKENS, HALVES, STAGES> ring, u32 sizes) {
+DEVICE void consume(const Args& a, Ring<TOKENS, HALVES, STAGES> ring, u32 sizes, u32 word) {
   using Group = Groups<TOKENS>;
   constexpr int OUTPUTS = EPILOGUE == SWIGLU ? 128 : 128 * HALVES;
   float sums[HALVES][Group::OUTPUTS / 2];
@@ -513,9 +495,8 @@ DEVICE void consume(const Args& a, Ring<TOKENS, HALVES, STAGES> ring, u32 sizes)
 #pragma unroll 1
   while (scheduler.template next<TOKENS, OUTPUTS>(a, tile)) {
     add_up<TOKENS, HALVES, STAGES, EPILOGUE>(a, tile, ring, sums);
-    if (EPILOGUE == LINEAR && tile.is_part(a)) {
-      store_part<TOKENS, HALVES>(a, tile, sums);
-    } else if constexpr (EPILOGUE == SWIGLU) {
+    if (EPILOGUE == LINEAR && tile.is_part(a) && !reduce_parts<TOKENS, HALVES>(a, tile, word, sums)) continue;
+    if constexpr (EPILOGUE == SWIGLU) {
       store_swiglu<TOKENS>(a, tile, sums[0], sums[HALVES - 1], sizes);
     } else {
       const Places places = find_places<TOKENS, EPILOGUE>(a, tile);
@@ -526,12 +507,6 @@ DEVICE void consume(const Args& a, Ring<TOKENS, HALVES, STAGES> ring, u32 sizes)
           store_sixteen<EPILOGUE>(a, places, half_of<EPILOGUE>(a, tile, m) + Group::first_output() + i, sums[m] + i / 2);
     }
   }
-  // A block may have parts of two tiles. Others wait for both, so both are stored first.
-  if (EPILOGUE != LINEAR || !a.units) return;
-  TileScheduler again(a);
-#pragma unroll 1
-  while (again.template next<TOKENS, OUTPUTS>(a, tile))
-    if (tile.is_part(a)) store_share<TOKENS, HALVES>(a, tile);
 }
 
 // Divides shared memory from `base`, a multiple of 1,024, into stages, scales of rows, largest
@@ -558,7 +533,7 @@ template <int TOKENS, int HALVES, int STAGES, int EPILOGUE> DEVICE void run(cons
     if (thread_index() == 0) Producer<TOKENS, HALVES, STAGES, EPILOGUE>{a}.run(ring);
   } else {
     more_registers<TOKENS == 128 ? 232 : 160>();
-    consume<TOKENS, HALVES, STAGES, EPILOGUE>(a, ring, sizes);
+    consume<TOKENS, HALVES, STAGES, EPILOGUE>(a, ring, sizes, sizes + TOKENS * 4 + 16 * STAGES);
   }
 }
 

@@ -102,10 +102,10 @@ class _Costs:
 
 
 _COSTS = {
-    Variant("LINEAR", 64, 1): _Costs(0.28, 0.42, 5.0),
-    Variant("LINEAR", 128, 1): _Costs(0.44, 0.52, 11.0),
-    Variant("LINEAR", 128, 2): _Costs(0.8, 1.0, 13.0),
-    Variant("LINEAR", 192, 1): _Costs(0.6, 0.7, 12.0),
+    Variant("LINEAR", 64, 1): _Costs(0.28, 0.47, 5.0),
+    Variant("LINEAR", 128, 1): _Costs(0.44, 0.52, 14.0),
+    Variant("LINEAR", 128, 2): _Costs(0.8, 1.0, 18.0),
+    Variant("LINEAR", 192, 1): _Costs(0.6, 0.7, 15.0),
 }
 VARIANTS = (
     *_COSTS,
