@@ -12,16 +12,18 @@ from nanoactor.models.devices.cuda.kernels import nvrtc
 from nanoactor.models.devices.cuda.kernels.experts import TritonExperts
 from nanoactor.models.devices.cuda.kernels.fp8 import TritonFp8Linear, pack
 from nanoactor.models.devices.cuda.kernels.fp8_products import experts as grouped_experts
-from nanoactor.models.devices.cuda.kernels.fp8_products import launch, linear
+from nanoactor.models.devices.cuda.kernels.fp8_products import launch, linear, mlp
 from nanoactor.models.devices.cuda.kernels.fp8_products.linear import HopperFp8Linear
 from nanoactor.models.devices.cuda.kernels.fp8_products.mlp import HopperMLP, mlp_of
 from nanoactor.models.devices.cuda.kernels.fp8_products.variants import (
     SHARED_LIMIT,
+    TRITON_MAX_MLP_ROWS,
     TRITON_MAX_ROWS,
     VARIANTS,
     Division,
     Variant,
     choose_division,
+    choose_swiglu_variant,
     choose_variants,
     source,
 )
@@ -36,6 +38,12 @@ pytestmark = pytest.mark.drawn(2)
 def later(*values):
     """A case for `make test-long`: each emulates a kernel for seconds."""
     return pytest.param(*values, marks=pytest.mark.long)
+
+
+@pytest.fixture(autouse=True)
+def no_fallback_is_logged():
+    """Each test sees all warnings."""
+    launch.log_fallback.cache_clear()
 
 
 @pytest.fixture
@@ -213,7 +221,7 @@ def ran_mlp(kernels, tokens, hidden, inner, where="cpu"):
 def test_mlp(emulated, monkeypatch, tokens, rows):
     """The tiles of the second product may have a different number of rows."""
     first, second = Variant("SWIGLU", rows, 2), Variant("LINEAR", 192, 1)
-    monkeypatch.setattr(linear, "TRITON_MAX_ROWS", 0)
+    monkeypatch.setattr(mlp, "choose_swiglu_variant", lambda *_: first)
     division = divided(second, tokens, 144, 2, 1, 4)
     monkeypatch.setattr(linear, "choose_division", lambda *_: division)
     kernels = emulated(4)
@@ -221,7 +229,7 @@ def test_mlp(emulated, monkeypatch, tokens, rows):
     assert kernels.ran == [first, second]
 
 
-def test_some_mlps_use_separate_operators(emulated):
+def test_some_mlps_use_separate_operators(emulated, monkeypatch):
     def of(inner, dtype=torch.bfloat16, offset=0, bias=None, block=128):
         pair = packed_matrix(1, 2 * inner, 128, block=block, group=64, dtype=dtype)
         pair = dataclasses.replace(pair, bias=bias)
@@ -234,8 +242,24 @@ def test_some_mlps_use_separate_operators(emulated):
     assert isinstance(of(128), HopperMLP)
     assert of(192) is of(128, offset=64) is of(128, bias=torch.zeros(256)) is separate
     assert of(128, block=32) is separate
-    for few in (torch.zeros(TRITON_MAX_ROWS, 128).bfloat16(), torch.zeros(200, 128)):
+    for few in (torch.zeros(TRITON_MAX_MLP_ROWS, 128).bfloat16(), torch.zeros(200, 128)):
         assert of(128)(few) is few
+    monkeypatch.setattr(mlp, "choose_swiglu_variant", lambda *_: None)
+    many = torch.zeros(200, 128).bfloat16()
+    assert of(128)(many) is many
+
+
+def test_a_group_may_read_the_sizes_of_a_tile_late(emulated, monkeypatch):
+    """Tiles of two stages, which the ring does not hold back."""
+    first, second = Variant("SWIGLU", 64, 2), Variant("LINEAR", 64, 1)
+    monkeypatch.setattr(mlp, "choose_swiglu_variant", lambda *_: first)
+    monkeypatch.setattr(linear, "choose_division", lambda *_: divided(second, 20, 256, 4, 0, 1))
+    read = "  return float2{get_shared_float(address_of(shared + row))"
+    late = "  if (thread_index() >= 256) for (int i = 0; i < 300; ++i) sync_warp();\n"
+    barrier = "  sync_consumers<THREADS>();  // the other group"
+    for edits, good in (((), True), (((barrier, "  //"),), False)):
+        kernels = emulated(1, ((read, late + read), *edits))
+        assert are_near(*ran_mlp(kernels, 20, 256, 512)) == good
 
 
 @pytest.mark.parametrize(
@@ -292,6 +316,25 @@ def test_every_division_covers_its_product(processors):
             assert tiles * inputs <= division.blocks * division.units
 
 
+@pytest.mark.parametrize(
+    ("rows", "inner", "tokens"),
+    [
+        (17, 12288, 64),
+        (64, 12288, 64),
+        (65, 12288, 128),
+        (4096, 12288, 128),
+        # Ranks of 8B that share the gates: too few tiles.
+        (64, 6144, None),
+        (128, 6144, None),
+        (128, 1536, None),
+        (4096, 1536, 128),
+    ],
+)
+def test_swiglu_is_part_of_products_that_have_enough_tiles(rows, inner, tokens):
+    variant = choose_swiglu_variant(rows, inner, 32, 132)
+    assert variant == (tokens and Variant("SWIGLU", tokens, 2))
+
+
 def test_few_pairs_are_left_to_triton():
     assert choose_variants(31 * 128, 128) is None
     assert choose_variants(32 * 128, 128) == (Variant("SWIGLU", 64, 2), Variant("WEIGHTED", 64, 2))
@@ -301,7 +344,7 @@ def test_few_pairs_are_left_to_triton():
     )
 
 
-def test_few_rows_and_other_types_are_left_to_triton(emulated):
+def test_few_rows_and_other_types_are_left_to_triton(emulated, caplog):
     kernels = emulated(2)
     weights = packed_matrix(7, 32, 128, block=128, group=128, dtype=torch.float32)
     operator = linear.linear_of(weights, kernels)
@@ -312,21 +355,26 @@ def test_few_rows_and_other_types_are_left_to_triton(emulated):
     for block, group in ((32, 64), (128, 96)):
         other = packed_matrix(7, 96, 128, block=block, group=group, dtype=torch.bfloat16)
         assert type(linear.linear_of(other, kernels)) is TritonFp8Linear
+        assert type(linear.linear_of(other, kernels)) is TritonFp8Linear
+    assert [record.getMessage().partition("as long: ")[2] for record in caplog.records] == [
+        "blocks have 32 inputs instead of 128",
+        "the scales differ within a group of 64 outputs",
+    ]
     assert type(linear.linear_of(weights, None)) is TritonFp8Linear
 
 
 def test_experts_whose_middle_is_no_whole_block_are_left_to_triton(emulated):
-    def supported(inner, offset=0, group=128):
+    def reason(inner, offset=0, group=128):
         pair, down = (
             packed_matrix(1, 2, *shape, block=128, offset=at, group=group, dtype=torch.bfloat16)
             for *shape, at in ((2 * inner, 128, 0), (128, inner, offset))
         )
-        return grouped_experts.supports(pack(pair), pack(down))
+        return grouped_experts.experts_unsupported_reason(pack(pair), pack(down))
 
-    assert supported(256)
-    assert not supported(192)
-    assert not supported(128, offset=64)
-    assert not supported(128, group=32)
+    assert reason(256) is None
+    assert "not whole blocks" in reason(192)
+    assert "not whole blocks" in reason(128, offset=64)
+    assert "scales differ" in reason(128, group=32)
 
 
 def test_other_gpus_have_none_of_these_kernels(monkeypatch, caplog):

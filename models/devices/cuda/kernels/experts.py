@@ -17,8 +17,11 @@ from nanoactor.models.devices.cuda.kernels.dependent_launch import (
     await_previous,
     dependent_launch,
 )
-from nanoactor.models.devices.cuda.kernels.fp8_products.experts import HopperExperts, supports
-from nanoactor.models.devices.cuda.kernels.fp8_products.launch import Kernels
+from nanoactor.models.devices.cuda.kernels.fp8_products.experts import (
+    HopperExperts,
+    experts_unsupported_reason,
+)
+from nanoactor.models.devices.cuda.kernels.fp8_products.launch import Kernels, log_fallback
 from nanoactor.models.weights.fp8 import Fp8Blocks
 from nanoactor.models.weights.linear import ExpertWeights, dense_experts_of
 from nanoactor.models.weights.whole_step import Matrix
@@ -81,8 +84,11 @@ class TritonExperts:
 def _grouped_gemms_of(
     packed: tuple[fp8.Packed, fp8.Packed], kernels: Kernels | None
 ) -> GroupedGemms:
-    if kernels is not None and supports(*packed):
-        return HopperExperts(*packed, kernels)
+    if kernels is not None:
+        reason = experts_unsupported_reason(*packed)
+        if reason is None:
+            return HopperExperts(*packed, kernels)
+        log_fallback(reason)
     return lambda x, ids, topk_weights: experts_fp8.grouped_gemms(x, *packed, ids, topk_weights)
 
 

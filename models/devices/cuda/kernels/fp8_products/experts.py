@@ -17,33 +17,30 @@ from nanoactor.models.devices.cuda.kernels.fp8_products.launch import (
 )
 from nanoactor.models.devices.cuda.kernels.fp8_products.variants import (
     BLOCK,
-    GROUP_MULTIPLE,
     Variant,
     choose_variants,
+    unsupported_reason,
 )
 from nanoactor.models.devices.cuda.kernels.routing import align_blocks
 
 
-def supports(gate_up: Packed, down: Packed) -> bool:
-    """Return True if the CUDA C++ kernels support a layer's experts.
-
-    The intermediate size (the inputs of the down projection) must be a whole number of blocks.
-    """
+def experts_unsupported_reason(gate_up: Packed, down: Packed) -> str | None:
+    """Return why the CUDA C++ kernels do not support a layer's experts, or None if they do."""
+    for matrix in (gate_up, down):
+        if reason := unsupported_reason(matrix.block, matrix.group):
+            return reason
     inner = gate_up.weight.shape[1] // 2
-    return (
-        gate_up.block == down.block == BLOCK
-        and gate_up.group % GROUP_MULTIPLE == down.group % GROUP_MULTIPLE == 0
-        and inner % BLOCK == 0
-        and down.offset == 0
-    )
+    if inner % BLOCK or down.offset:
+        return f"the inputs of a down projection are not whole blocks of {BLOCK}"
+    return None
 
 
 class HopperExperts:
     """The grouped GEMMs of a layer's experts, on Hopper GPUs."""
 
     def __init__(self, gate_up: Packed, down: Packed, kernels: Kernels) -> None:
-        """Encode the matrices' tensor maps. `supports` must have returned True for the matrices.
-        Raises `DriverError` if encoding fails."""
+        """Encode the matrices' tensor maps. `experts_unsupported_reason` must have returned None
+        for the matrices. Raises `DriverError` if encoding fails."""
         self._gate_up, self._down = Matrix(gate_up), Matrix(down)
         self._kernels = kernels
 

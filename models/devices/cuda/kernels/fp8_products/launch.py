@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import functools
 import logging
 
 import torch
@@ -111,6 +112,16 @@ class Kernels:
         self._rounding.launch(args, blocks, overlaps=True)
 
 
+@functools.cache
+def log_fallback(reason: str) -> None:
+    """Log a warning, once for each reason, that the Triton kernels are used instead."""
+    log.warning(
+        "FP8 products with many rows use the Triton kernels, which take up to 2.1 times as long: "
+        "%s",
+        reason,
+    )
+
+
 class ProductKernels:
     """The FP8 product kernels of a device, which are loaded when they are first needed."""
 
@@ -126,11 +137,7 @@ class ProductKernels:
                 self._kernels = Kernels()
             except (nvrtc.CompileError, DriverError) as error:
                 self._is_enabled = False
-                log.warning(
-                    "FP8 products with many rows use the Triton kernels, which take up to 1.5 "
-                    "times as long: %s",
-                    error,
-                )
+                log_fallback(str(error))
         return self._kernels
 
 

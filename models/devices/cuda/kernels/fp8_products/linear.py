@@ -10,14 +10,14 @@ from nanoactor.models.devices.cuda.kernels.fp8_products.launch import (
     Matrix,
     Rows,
     arguments_of,
+    log_fallback,
     quantize,
 )
 from nanoactor.models.devices.cuda.kernels.fp8_products.variants import (
-    BLOCK,
-    GROUP_MULTIPLE,
     TRITON_MAX_ROWS,
     Division,
     choose_division,
+    unsupported_reason,
 )
 from nanoactor.models.weights.fp8 import Fp8Blocks
 
@@ -25,10 +25,13 @@ from nanoactor.models.weights.fp8 import Fp8Blocks
 def linear_of(weights: Fp8Blocks, kernels: Kernels | None) -> TritonFp8Linear:
     """Return the operator for these weights. `unsupported_reason` must have returned None for them.
 
-    If `kernels` is None, the result uses Triton. Raises `DriverError` if a tensor map cannot be
-    encoded.
+    If `kernels` is None, the result uses Triton. If the kernels do not support the weights, it
+    does, too, and a warning is logged once. Raises `DriverError` if a tensor map cannot be encoded.
     """
-    if kernels is None or weights.block != BLOCK or weights.group % GROUP_MULTIPLE:
+    if kernels is None:
+        return TritonFp8Linear(weights)
+    if reason := unsupported_reason(weights.block, weights.group):
+        log_fallback(reason)
         return TritonFp8Linear(weights)
     return HopperFp8Linear(weights, kernels)
 
@@ -40,8 +43,9 @@ class HopperFp8Linear(TritonFp8Linear):
     """
 
     def __init__(self, weights: Fp8Blocks, kernels: Kernels) -> None:
-        """Pack the weights, whose block size must be `BLOCK`. `unsupported_reason` must have
-        returned None for them. Raises `DriverError` if the tensor map cannot be encoded."""
+        """Pack the weights. Both functions called `unsupported_reason`, of `fp8` and of `variants`,
+        must have returned None for them. Raises `DriverError` if the tensor map cannot be
+        encoded."""
         super().__init__(weights)
         self.kernels = kernels
         self._matrix = Matrix(self._packed)
@@ -53,10 +57,6 @@ class HopperFp8Linear(TritonFp8Linear):
     def matrix_map(self) -> Matrix:
         """The matrix as the CUDA C++ kernels read it."""
         return self._matrix
-
-    def supports(self, x: torch.Tensor) -> bool:
-        """Return True if the CUDA C++ kernels multiply these rows, (tokens, inputs)."""
-        return x.dtype == torch.bfloat16 and len(x) > TRITON_MAX_ROWS
 
     def division(self, rows: int) -> Division:
         """Return the division of the product with `rows` rows among thread blocks."""
@@ -77,7 +77,7 @@ class HopperFp8Linear(TritonFp8Linear):
         self.kernels.multiply(variant, args, division.blocks)
 
     def _product(self, x: torch.Tensor) -> torch.Tensor:
-        if not self.supports(x):
+        if x.dtype != torch.bfloat16 or len(x) <= TRITON_MAX_ROWS:
             return super()._product(x)
         division = self.division(len(x))
         y = x.new_empty(len(x), self._matrix.outputs)

@@ -11,7 +11,11 @@ from nanoactor.models.devices.cuda.kernels.fp8_products.launch import (
     quantize,
 )
 from nanoactor.models.devices.cuda.kernels.fp8_products.linear import HopperFp8Linear
-from nanoactor.models.devices.cuda.kernels.fp8_products.variants import BLOCK, swiglu_variant
+from nanoactor.models.devices.cuda.kernels.fp8_products.variants import (
+    BLOCK,
+    TRITON_MAX_MLP_ROWS,
+    choose_swiglu_variant,
+)
 from nanoactor.models.devices.protocols import LinearOperator
 
 
@@ -39,17 +43,20 @@ class HopperMLP:
         self, gate_up: HopperFp8Linear, down: HopperFp8Linear, otherwise: LinearOperator
     ) -> None:
         """Combine two projections. `gate_up` must have no bias, and the inputs of `down` must be
-        whole blocks. `otherwise` is used for rows that the kernels do not support."""
+        whole blocks. `otherwise` is used where the kernels are slower, and for other dtypes."""
         self._gate_up, self._down, self._otherwise = gate_up, down, otherwise
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return down(swiglu(gate_up(x))) for `x` (tokens, hidden). Raises `DriverError` if a
         launch fails."""
-        if not self._gate_up.supports(x):
+        if x.dtype != torch.bfloat16 or len(x) <= TRITON_MAX_MLP_ROWS:
             return self._otherwise(x)
         matrix = self._gate_up.matrix_map
         kernels: Kernels = self._gate_up.kernels
-        variant = swiglu_variant(len(x))
+        sizes = len(x), matrix.outputs // 2, matrix.blocks
+        variant = choose_swiglu_variant(*sizes, kernels.processors)
+        if variant is None:
+            return self._otherwise(x)
         row_tiles = -(-len(x) // variant.tokens)
         division = self._down.division(len(x))
         slots = max(row_tiles * variant.tokens, division.slots)

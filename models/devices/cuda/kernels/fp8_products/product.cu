@@ -433,6 +433,7 @@ template <int TOKENS> DEVICE float2 larger_of_groups(float2 size, u32 sizes) {
   constexpr int THREADS = Groups<TOKENS>::THREADS;
   float* shared = (float*)(dynamic_shared() + sizes);
   const int row = Groups<TOKENS>::row();
+  sync_consumers<THREADS>();  // the other group may still read the previous tile's numbers
   for (int i = thread_index() - 128; i < TOKENS; i += THREADS) put_shared4((int*)shared + i, 0);
   sync_consumers<THREADS>();
   if (thread_index() % 4 == 0) {

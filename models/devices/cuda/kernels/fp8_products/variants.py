@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Iterator
 from typing import Literal
 
 from nanoactor.models.devices.cuda.kernels.nvrtc import MACHINE_SOURCE
@@ -18,11 +19,14 @@ ROUNDING, ROUNDING_THREADS = "round_rows", 256
 """Name and number of threads of the kernel that rounds activations to e4m3."""
 AT_ONCE = 8
 """Number of blocks of inputs that one warp rounds."""
-TRITON_MAX_ROWS = 16
-"""Maximum number of rows for which the Triton kernels are faster (docs/gpu_measurements.md)."""
+TRITON_MAX_ROWS = 32
+"""Maximum number of rows for which a product is faster in Triton (docs/gpu_measurements.md)."""
+TRITON_MAX_MLP_ROWS = 16
+"""Maximum number of rows for which a feed-forward operator is faster in Triton."""
 _MIN_PAIRS, _LARGE_TILE_PAIRS = 32, 128
 """Mean numbers of pairs per expert from which these kernels are faster than those in Triton, and
-from which tiles of 128 rows are faster than tiles of 64. Measured on an H200."""
+from which tiles of 128 rows are faster than tiles of 64. Measured on an H200 with an earlier
+version of these kernels."""
 SHARED_LIMIT = 228_352
 """Maximum size in bytes of a block's shared memory. It is 4 KiB below the hardware limit, which
 leaves room for blocks of the previous kernel."""
@@ -107,9 +111,18 @@ _COSTS = {
     Variant("LINEAR", 128, 2): _Costs(0.8, 1.0, 18.0),
     Variant("LINEAR", 192, 1): _Costs(0.6, 0.7, 15.0),
 }
+_SWIGLU_COSTS = {
+    Variant("SWIGLU", 64, 2): _Costs(0.5, 1.15, 0.0),
+    Variant("SWIGLU", 128, 2): _Costs(0.8, 1.0, 0.0),
+}
+_LAUNCHES_COST = 4.0
+"""Time in microseconds of starting the kernels of SwiGLU and of the rounding after it."""
+_BYTES_PER_MICROSECOND = 4.3e6
+"""Bandwidth of the memory."""
 VARIANTS = (
     *_COSTS,
-    *(Variant(epilogue, tokens, 2) for epilogue in ("SWIGLU", "WEIGHTED") for tokens in (64, 128)),
+    *_SWIGLU_COSTS,
+    *(Variant("WEIGHTED", tokens, 2) for tokens in (64, 128)),
 )
 
 
@@ -162,26 +175,60 @@ def choose_division(rows: int, outputs: int, inputs: int, processors: int) -> Di
     The product has `rows` rows and a matrix of `outputs` outputs and `inputs` blocks of inputs. The
     GPU has `processors` multiprocessors.
     """
-    options = []
+    return min(_options(rows, outputs, inputs, processors), key=lambda option: option[0])[1]
+
+
+def _whole_tiles_time(costs: _Costs, tiles: int, inputs: int, processors: int) -> float:
+    """Return the estimated time in microseconds of a product whose blocks compute whole tiles."""
+    blocks = min(processors, tiles)
+    stage_cost = max(costs.stage, costs.contended_stage * blocks / processors)
+    return -(-tiles // processors) * inputs * stage_cost
+
+
+def _options(
+    rows: int, outputs: int, inputs: int, processors: int
+) -> Iterator[tuple[float, Division]]:
+    """Yield the possible divisions and their estimated times in microseconds."""
     for variant, costs in _COSTS.items():
         row_tiles = -(-rows // variant.tokens)
         output_tiles = -(-outputs // variant.outputs)
         tiles = row_tiles * output_tiles
         blocks = min(processors, tiles)
-        stage_cost = max(costs.stage, costs.contended_stage * blocks / processors)
-        whole_tiles_time = -(-tiles // processors) * inputs * stage_cost
-        options.append((whole_tiles_time, Division(variant, row_tiles, output_tiles, 0, blocks)))
+        time = _whole_tiles_time(costs, tiles, inputs, processors)
+        yield time, Division(variant, row_tiles, output_tiles, 0, blocks)
         if tiles < processors:
             units = max(-(-tiles * inputs // processors), min(_MIN_UNITS, inputs))
             blocks = -(-tiles * inputs // units)
             division = Division(variant, row_tiles, output_tiles, units, blocks)
-            options.append((units * costs.contended_stage + costs.combine, division))
-    return min(options, key=lambda option: option[0])[1]
+            yield units * costs.contended_stage + costs.combine, division
 
 
-def swiglu_variant(rows: int) -> Variant:
-    """Return the variant for the gate and up product of a dense layer with `rows` rows."""
-    return Variant("SWIGLU", 64 if rows <= 64 else 128, 2)
+@functools.lru_cache(4096)
+def choose_swiglu_variant(rows: int, inner: int, inputs: int, processors: int) -> Variant | None:
+    """Return the variant for the gate and up product of a dense layer, or None if a product and
+    separate kernels for SwiGLU and rounding are estimated to be faster.
+
+    There are `rows` rows, `inner` gates, and `inputs` blocks of inputs. With few gates, for example
+    with tensor parallelism, too few thread blocks would have a tile.
+    """
+    variant = Variant("SWIGLU", 64 if rows <= 64 else 128, 2)
+    tiles = -(-rows // variant.tokens) * -(-inner // variant.outputs)
+    time = _whole_tiles_time(_SWIGLU_COSTS[variant], tiles, inputs, processors)
+    product_time = min(time for time, _ in _options(rows, 2 * inner, inputs, processors))
+    # Gates and ups are read, and their products written and read again, in 2 bytes, then rounded.
+    copied_bytes = rows * inner * (2 * 2 + 2 + 2 + 1)
+    separate_time = product_time + _LAUNCHES_COST + copied_bytes / _BYTES_PER_MICROSECOND
+    return variant if time <= separate_time else None
+
+
+def unsupported_reason(block: int, group: int) -> str | None:
+    """Return why the kernels do not support a matrix in which `block` inputs of `group` outputs
+    share a scale, or None if they do."""
+    if block != BLOCK:
+        return f"blocks have {block} inputs instead of {BLOCK}"
+    if group % GROUP_MULTIPLE:
+        return f"the scales differ within a group of {GROUP_MULTIPLE} outputs"
+    return None
 
 
 def choose_variants(pairs: int, experts: int) -> tuple[Variant, Variant] | None:
