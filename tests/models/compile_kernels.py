@@ -245,7 +245,7 @@ def main():
     build(
         decode_attention._plan_splits,
         "bf16",
-        {"tile": 64, "block": 256, "waves": 2},
+        {"tile": 64, "block": 256, "waves": 2, "skewed_tiles": 11},
         {"rows": "i32", "concurrent_chunks": "i32"},
     )
     constants = {

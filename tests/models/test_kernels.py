@@ -528,6 +528,8 @@ def test_contexts_in_chunks(device):
         ([1, 62] * 32, 66, 11),  # two waves would need chunks of 62: too long
         ([5] * 128, 66, 5),
         ([250] + [5] * 63, 66, 5),
+        ([250] + [6] * 127, 33, 11),  # one long context: chunks of 3 would be too many
+        ([250] + [1] * 7, 66, 2),
         ([1], 66, 1),
     ],
 )

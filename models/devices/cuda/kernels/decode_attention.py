@@ -33,6 +33,9 @@ any GPU busy."""
 _WAVES = 2
 """Number of programs per place on the GPU that is best for rows of similar lengths. Measured on an
 H200 with bench/decode_chunks.py."""
+_SKEWED_TILES = 11
+"""Number of tiles per chunk that is best for many short rows and a few long ones. Measured in the
+same way."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -119,7 +122,9 @@ def plan_splits(contexts: torch.Tensor, splits: Splits) -> None:
 
     If the contexts have similar lengths, the chunks are as short as possible while all of them run
     in two waves, because a third wave would be nearly empty. If not, they are about as short as the
-    memory of `splits` allows, so that the longest context does not end alone.
+    memory of `splits` allows, so that the longest context does not end alone. If the longest is
+    more than four times as long as the mean, they are longer, because short ones cost more to start
+    than they save.
     """
     rows = len(contexts)
     _plan_splits[(1,)](
@@ -132,6 +137,7 @@ def plan_splits(contexts: torch.Tensor, splits: Splits) -> None:
         len(splits.rows) - rows,
         splits.concurrent_chunks,
         waves=_WAVES,
+        skewed_tiles=_SKEWED_TILES,
         tile=_TILE,
         block=triton.next_power_of_2(rows),
         num_warps=4 if rows <= 512 else 8,
@@ -150,6 +156,7 @@ def _plan_splits(
     extra_chunks,
     concurrent_chunks,
     waves: tl.constexpr,
+    skewed_tiles: tl.constexpr,
     tile: tl.constexpr,
     block: tl.constexpr,
     overlaps: tl.constexpr,
@@ -160,18 +167,21 @@ def _plan_splits(
     # Rounding up adds less than one chunk per row, so there is room for all items.
     tiles = tl.cdiv(context, tile)
     total = tl.sum(tiles, 0)
+    longest = tl.max(tiles, 0)
+    # Longer chunks would leave places without work at the end.
+    limit = (2 * total.to(tl.int64) // (3 * concurrent_chunks)).to(tl.int32)
+    is_skewed = longest.to(tl.int64) * rows > 4 * total.to(tl.int64)
     shortest = tl.maximum(tl.cdiv(total, extra_chunks), 1)
+    shortest = tl.where(is_skewed, tl.maximum(tl.minimum(limit, skewed_tiles), shortest), shortest)
     # The shortest chunks that are at most `waves` for each place, by bisection.
-    low, high = shortest, tl.maximum(tl.max(tiles, 0), shortest)
+    low, high = shortest, tl.maximum(longest, shortest)
     while low < high:
         middle = (low + high) // 2
         is_enough = tl.sum(tl.cdiv(tiles, middle), 0) <= waves * concurrent_chunks
         high = tl.where(is_enough, middle, high)
         low = tl.where(is_enough, low, middle + 1)
-    # A chunk of more than 2/3 of a place's share would leave other places without work at the end.
     fits = tl.sum(tl.cdiv(tiles, high), 0) <= waves * concurrent_chunks
-    is_short = 3 * high.to(tl.int64) * concurrent_chunks <= 2 * total.to(tl.int64)
-    chunk_length = tl.where(fits & is_short, high, shortest) * tile
+    chunk_length = tl.where(fits & (high <= limit), high, shortest) * tile
     counts = tl.cdiv(context, chunk_length)
     ends = tl.cumsum(counts, 0)
     starts = ends - counts
