@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench.decode_step_cases import SIZES, shape_of
-from bench.decode_step_operators import GivenWeights, config_of
+from bench.decode_step_operators import GROUP, GivenWeights, config_of
 from bench.decode_step_reference import (
     expected_of,
     random_caches,
@@ -140,7 +140,7 @@ def test_the_bench_has_a_decoder_of_the_same_weights(packed, small):
     shape = dataclasses.replace(small, packed=packed, qkv_bias=True, qk_norm=False)
     if small is EXPERTS:
         shape = dataclasses.replace(shape, qkv_bias=False, qk_norm=True)
-    weights = random_weights(shape, torch.Generator().manual_seed(1))
+    weights = random_weights(shape, torch.Generator().manual_seed(1), GROUP)
     device = CPUDevice()
     decoder = Decoder(config_of(shape), GivenWeights(shape, weights), device, 64)
     layer, given = decoder._layers[0], weights.layers[0]
