@@ -8,7 +8,8 @@ them (`engine`: with many rows the kernels in CUDA C++), by the kernels in Trito
 bfloat16 (`bf16`, torch.mm). `bandwidth` relates the matrices' bytes to what a sum of 4 GB reads;
 `of_bf16` is bfloat16's time over the engine's, `tflops` the engine's operations per second.
 `mlp_us` is the feed-forward operator (the last two products and SwiGLU): as the engine runs it
-(`engine`), with separate operators (`separate`), and in bfloat16 (`bf16`).
+(`engine`), with separate operators (`separate`), with those in Triton (`triton`), and in bfloat16
+(`bf16`).
 """
 
 from __future__ import annotations

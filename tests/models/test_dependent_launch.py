@@ -100,6 +100,23 @@ def test_a_product_waits_before_the_next_one_may_start():
     assert body.index("await_previous();\n") < body.index("allow_next();")
 
 
+def test_blocks_wait_for_each_other_only_in_cooperative_launches():
+    """Otherwise two kernels at once, each with half of the GPU, could wait forever."""
+    waiting = {
+        path.parent.name
+        for path in FOLDER.rglob("*.cu*")
+        if path.name != "machine.cuh" and "get4_acquire(" in path.read_text()
+    }
+    assert waiting == {"decode_step"}
+    assert (
+        "launch_cooperative("
+        in (FOLDER / "decode_step/steps.py").read_text()
+        + (FOLDER / "decode_step/launch.py").read_text()
+    )
+    for path in FOLDER.rglob("*.py"):  # Triton has no cooperative launch here
+        assert "atomic_cas" not in path.read_text(), path
+
+
 def test_the_interpreter_launches_nothing_early():
     triton = pytest.importorskip("triton")
     from nanoactor.models.devices.cuda.kernels import dependent_launch

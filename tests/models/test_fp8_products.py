@@ -44,6 +44,7 @@ def later(*values):
 def no_fallback_is_logged():
     """Each test sees all warnings."""
     launch.log_fallback.cache_clear()
+    mlp._log_fallback.cache_clear()
 
 
 @pytest.fixture
@@ -229,7 +230,7 @@ def test_mlp(emulated, monkeypatch, tokens, rows):
     assert kernels.ran == [first, second]
 
 
-def test_some_mlps_use_separate_operators(emulated, monkeypatch):
+def test_some_mlps_use_separate_operators(emulated, monkeypatch, caplog):
     def of(inner, dtype=torch.bfloat16, offset=0, bias=None, block=128):
         pair = packed_matrix(1, 2 * inner, 128, block=block, group=64, dtype=dtype)
         pair = dataclasses.replace(pair, bias=bias)
@@ -241,6 +242,10 @@ def test_some_mlps_use_separate_operators(emulated, monkeypatch):
 
     assert isinstance(of(128), HopperMLP)
     assert of(192) is of(128, offset=64) is of(128, bias=torch.zeros(256)) is separate
+    assert [record.getMessage().partition("as long: ")[2] for record in caplog.records] == [
+        "the inputs of the down projection are not whole blocks of 128",
+        "the gate and up projections have biases",
+    ]
     assert of(128, block=32) is separate
     for few in (torch.zeros(TRITON_MAX_MLP_ROWS, 128).bfloat16(), torch.zeros(200, 128)):
         assert of(128)(few) is few
@@ -406,15 +411,23 @@ def test_kernels_compile_almost_without_spills(compiler, tmp_path):
 # -- on a GPU -------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def hopper():
+    """A GPU's device, and its kernels."""
+    device = open_device("cuda")
+    device.prepare_thread(1)
+    kernels = device._fp8_products.get()
+    if kernels is None:
+        pytest.skip("not for this GPU")
+    return device, kernels
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("rows", [65, 128, 200, 1000])
 @pytest.mark.parametrize(("outputs", "inputs"), [(4096, 4096), (5120, 2048), (272, 640)])
-def test_products_on_a_gpu(rows, outputs, inputs):
+def test_products_on_a_gpu(hopper, rows, outputs, inputs):
     """Twice the same bits, near float64."""
-    device = open_device("cuda")
-    device.prepare_thread(1)
-    if device._fp8_products.get() is None:
-        pytest.skip("not for this GPU")
+    device, _ = hopper
     weights = packed_matrix(7, outputs, inputs, block=128, group=64, dtype=torch.bfloat16)
     x = torch.randn(rows, inputs, generator=torch.Generator().manual_seed(1)).bfloat16()
     operator = device.linear(moved(weights, device.torch_device))
@@ -426,21 +439,13 @@ def test_products_on_a_gpu(rows, outputs, inputs):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [70, 1000])
-def test_mlp_on_a_gpu(tokens):
-    device = open_device("cuda")
-    device.prepare_thread(1)
-    kernels = device._fp8_products.get()
-    if kernels is None:
-        pytest.skip("not for this GPU")
+def test_mlp_on_a_gpu(hopper, tokens):
+    device, kernels = hopper
     assert are_near(*ran_mlp(kernels, tokens, 1024, 3072, device.torch_device))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [300, 1100])
-def test_experts_on_a_gpu(tokens):
-    device = open_device("cuda")
-    device.prepare_thread(1)
-    kernels = device._fp8_products.get()
-    if kernels is None:
-        pytest.skip("not for this GPU")
+def test_experts_on_a_gpu(hopper, tokens):
+    device, kernels = hopper
     assert are_near(*ran_experts(kernels, tokens, 16, 4, 512, 384, device.torch_device))

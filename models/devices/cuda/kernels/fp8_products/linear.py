@@ -48,26 +48,21 @@ class HopperFp8Linear(TritonFp8Linear):
         encoded."""
         super().__init__(weights)
         self.kernels = kernels
-        self._matrix = Matrix(self._packed)
+        self.kernel_matrix = Matrix(self._packed)
         device = self._packed.weight.device
         # Zero between products, which follow each other on one stream.
         self._arrivals = torch.zeros(kernels.processors, dtype=torch.int32, device=device)
 
-    @property
-    def matrix_map(self) -> Matrix:
-        """The matrix as the CUDA C++ kernels read it."""
-        return self._matrix
-
     def division(self, rows: int) -> Division:
         """Return the division of the product with `rows` rows among thread blocks."""
-        matrix = self._matrix
+        matrix = self.kernel_matrix
         return choose_division(rows, matrix.outputs, matrix.blocks, self.kernels.processors)
 
     def multiply(self, rows: Rows, division: Division, y: torch.Tensor) -> None:
         """Write the product of rounded rows to `y`, bfloat16 (tokens, outputs). Raises
         `DriverError` if the launch fails."""
         variant = division.variant
-        args = arguments_of(self._matrix, variant, rows, division.row_tiles, y, len(y))
+        args = arguments_of(self.kernel_matrix, variant, rows, division.row_tiles, y, len(y))
         args.bias = None if self.bias is None else self.bias.data_ptr()
         args.units = division.units
         if division.units:
@@ -80,7 +75,7 @@ class HopperFp8Linear(TritonFp8Linear):
         if x.dtype != torch.bfloat16 or len(x) <= TRITON_MAX_ROWS:
             return super()._product(x)
         division = self.division(len(x))
-        y = x.new_empty(len(x), self._matrix.outputs)
+        y = x.new_empty(len(x), self.kernel_matrix.outputs)
         rows = quantize(self.kernels, x, self._packed, division.slots)
         self.multiply(rows, division, y)
         return y

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import logging
+
 import torch
 
 from nanoactor.models.devices.cuda.kernels.fp8_products.launch import (
-    Kernels,
     Rows,
     arguments_of,
     quantize,
@@ -18,18 +20,41 @@ from nanoactor.models.devices.cuda.kernels.fp8_products.variants import (
 )
 from nanoactor.models.devices.protocols import LinearOperator
 
+log = logging.getLogger("nanoactor.models.fp8_products")
+
 
 def mlp_of(
     gate_up: LinearOperator, down: LinearOperator, otherwise: LinearOperator
 ) -> LinearOperator:
-    """Return the operator down(swiglu(gate_up(x))) if the CUDA C++ kernels support it. If not,
-    return `otherwise`."""
+    """Return the operator down(swiglu(gate_up(x))).
+
+    If the projections do not use the CUDA C++ kernels, this is `otherwise`. It is also `otherwise`
+    if the kernels do not support these projections, and a warning is logged once.
+    """
     if not isinstance(gate_up, HopperFp8Linear) or not isinstance(down, HopperFp8Linear):
         return otherwise
-    inner = gate_up.matrix_map.outputs // 2
-    if gate_up.bias is not None or inner % BLOCK or down.matrix_map.packed.offset:
+    if reason := mlp_unsupported_reason(gate_up, down):
+        _log_fallback(reason)
         return otherwise
     return HopperMLP(gate_up, down, otherwise)
+
+
+def mlp_unsupported_reason(gate_up: HopperFp8Linear, down: HopperFp8Linear) -> str | None:
+    """Return why SwiGLU cannot be part of the first product, or None if it can."""
+    if gate_up.bias is not None:
+        return "the gate and up projections have biases"
+    if gate_up.kernel_matrix.outputs // 2 % BLOCK or down.kernel_matrix.packed.offset:
+        return f"the inputs of the down projection are not whole blocks of {BLOCK}"
+    return None
+
+
+@functools.cache
+def _log_fallback(reason: str) -> None:
+    log.warning(
+        "SwiGLU of FP8 layers runs as a kernel of its own, so that feed-forward parts take up to "
+        "1.2 times as long: %s",
+        reason,
+    )
 
 
 class HopperMLP:
@@ -51,8 +76,8 @@ class HopperMLP:
         launch fails."""
         if x.dtype != torch.bfloat16 or len(x) <= TRITON_MAX_MLP_ROWS:
             return self._otherwise(x)
-        matrix = self._gate_up.matrix_map
-        kernels: Kernels = self._gate_up.kernels
+        matrix = self._gate_up.kernel_matrix
+        kernels = self._gate_up.kernels
         sizes = len(x), matrix.outputs // 2, matrix.blocks
         variant = choose_swiglu_variant(*sizes, kernels.processors)
         if variant is None:
@@ -61,10 +86,10 @@ class HopperMLP:
         division = self._down.division(len(x))
         slots = max(row_tiles * variant.tokens, division.slots)
         rows = quantize(kernels, x.contiguous(), matrix.packed, slots)
-        inner = Rows.empty(self._down.matrix_map.blocks, slots, x.device)
+        inner = Rows.empty(self._down.kernel_matrix.blocks, slots, x.device)
         args = arguments_of(matrix, variant, rows, row_tiles, inner.values, len(x))
         args.y_scales = inner.scales.data_ptr()
         kernels.multiply(variant, args, min(kernels.processors, row_tiles * args.output_tiles))
-        y = x.new_empty(len(x), self._down.matrix_map.outputs)
+        y = x.new_empty(len(x), self._down.kernel_matrix.outputs)
         self._down.multiply(inner, division, y)
         return y

@@ -16,8 +16,8 @@ constexpr float LARGEST = 448.f, LEAST = 1e-12f;
 
 // The epilogue, which turns a tile's sums into results.
 enum Epilogue {
-  LINEAR,  // y (rows, outputs) in bf16, plus a bias
-  SWIGLU,   // silu(gate) * up in e4m3 with scales, as the next product's rows; the matrix has gates, then ups
+  LINEAR,    // y (rows, outputs) in bf16, plus a bias
+  SWIGLU,    // silu(gate) * up in e4m3 with scales, as the next product's rows; the matrix has gates, then ups
   WEIGHTED,  // bf16, times the row's share, stored at the place of its pair
 };
 
