@@ -498,7 +498,7 @@ def test_logits_are_as_near_to_float64_as_transformers_own(wide, dtype, block):
 @pytest.mark.gpu
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 @pytest.mark.parametrize("eager", [False, True])
-@pytest.mark.parametrize("name", ["gqa_2", "tied", "attention_bias"])
+@pytest.mark.parametrize("name", ["gqa_2", "tied", "attention_bias", "granite", "qwen3_moe"])
 def test_two_gpus_give_the_tokens_of_one(tmp_path, name, eager):
     """Over NCCL, in processes of their own; captured steps hold the collectives."""
     changes = dict(CONFIGURATIONS[name])
