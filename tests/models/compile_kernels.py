@@ -193,8 +193,14 @@ def build_experts(kind):
     for _, (rows, inputs, warps) in routing._LOGITS_CONFIGS:
         weigh = {"hidden": 2048, "experts": 128, "rows": rows, "outputs": 4, "inputs": inputs}
         build(routing._compute_router_logits, kind, weigh, types, num_warps=warps)
+    weigh = {"hidden": 2048, "experts": 128, "rows": 32, "padded": 128, "inputs": 64, "tile": 64}
+    for warps in (4, 8):
+        made = build(routing._compute_logit_parts, "bf16", weigh, types, num_warps=warps)
+        assert "mma" in made.asm["ptx"]
     choose = {"top_k": 8, "renormalize": True, "padded": 128, "padded_k": 8, "dtype": tl.bfloat16}
-    build(routing._select_experts, kind, choose, PAIRS | {"logits": "*fp32"}, num_warps=1)
+    for splits in (1, 32):
+        parts = {**choose, "splits": splits, "padded_splits": splits}
+        build(routing._select_experts, kind, parts, PAIRS | {"logits": "*fp32"}, num_warps=1)
     align = {"experts": 128, "padded": 128, "size": 16, "chunk": 256}
     build(routing._align_blocks, kind, align, PAIRS | {"blocks": "i32"})
 

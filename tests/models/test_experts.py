@@ -22,7 +22,7 @@ from nanoactor.models.layers.experts import Experts
 from nanoactor.models.layers.kinds import ExpertsSpec
 from nanoactor.models.layers.mlp import MLP
 from nanoactor.models.weights.checkpoint import Weights
-from nanoactor.models.weights.linear import Dense, ExpertWeights
+from nanoactor.models.weights.linear import Dense, ExpertWeights, Router
 from nanoactor.models.weights.whole_step import Mixture
 from tests.models.checkpoints import CONFIGURATIONS, SMALL, make_checkpoint
 from tests.models.interpreted import InterpretedDevice
@@ -152,6 +152,44 @@ def test_ties_go_to_the_lower_expert(device, tmp_path):
     plain = PortableOperators().route(x, router)
     assert torch.equal(plain[0], ids)
     torch.testing.assert_close(plain[1], shares)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "chosen", "hidden"),
+    [
+        (34, 6, 2, 40),
+        (33, 128, 8, 200),
+        (70, 16, 3, 384),
+        pytest.param(300, 128, 8, 2048, marks=pytest.mark.gpu),
+        pytest.param(2048, 256, 8, 2048, marks=pytest.mark.gpu),
+        pytest.param(2049, 60, 4, 2048, marks=pytest.mark.gpu),
+    ],
+)
+def test_routing_of_16_bit_tokens_uses_all_bits_of_the_weights(
+    device, tokens, experts, chosen, hidden
+):
+    """Two experts whose weights would be equal in bfloat16 are told apart; of equal ones, the lower
+    comes first."""
+    if device.traits.name == "interpreted" and tokens > 100:
+        pytest.skip("too slow")
+    x = make(1, torch.bfloat16, tokens, hidden)
+    weight = make(2, torch.float32, experts, hidden, scale=hidden**-0.5)
+    weight[3], weight[5] = weight[1], weight[4] * (1 + 2**-12)
+    exact = x.double() @ weight.double().T
+    kept = Router(weight.to(device.torch_device), chosen, renormalize=True)
+    ids, shares = (found.cpu() for found in device.route(x.to(device.torch_device), kept))
+    best = exact.topk(chosen + 1).values
+    clear = (best[:, :-1] - best[:, 1:]).amin(1) > 1e-5
+    clear &= (ids != 1).all(1) & (ids != 3).all(1)
+    wanted = exact.topk(chosen)
+    assert clear.any()
+    assert torch.equal(ids.long()[clear], wanted.indices[clear])
+    near = wanted.values.softmax(-1)
+    torch.testing.assert_close(shares.double()[clear], near[clear], rtol=2**-7, atol=0)
+    assert any(5 in row and 4 in row[row.index(5) :] for row in ids[clear].tolist())
+    both = ((ids == 1).any(1) & (ids == 3).any(1)).nonzero().flatten()
+    for row in ids[both].tolist():
+        assert row.index(1) + 1 == row.index(3)
 
 
 def test_shares_need_not_add_up(tmp_path):

@@ -22,7 +22,13 @@ _LOGITS_CONFIGS = ((4, (1, 2048, 8)), (32, (4, 2048, 8)), (128, (8, 512, 4)))
 """Pairs of a maximum number of tokens and a configuration: the number of tokens per program, which
 share each read of the router's weights, the number of inputs that are read at a time, and the
 number of warps. With more tokens, cuBLAS computes the router logits. Measured on an H200."""
-_PAIR_CHUNKS = (256, 1024, 4096)
+_MIN_SPLIT_TOKENS, _MAX_SPLIT_TOKENS = 33, 2048
+"""Minimum and maximum number of 16-bit tokens for which tensor cores are faster."""
+_SPLIT_TOKENS, _SPLIT_INPUTS = 32, 64
+"""Number of tokens per program, and number of inputs that are read at a time, on tensor cores."""
+_MAX_SPLITS, _MAX_SPLIT_EXPERTS = 64, 256
+"""Maximum number of parts of a logit, and of experts, on tensor cores."""
+_PAIR_CHUNKS = (256, 512, 1024, 2048, 4096)
 """Numbers of pairs that can be read at a time. The smallest one that covers all pairs is used, or
 the largest one if none does."""
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -31,18 +37,64 @@ _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.
 def route(x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the ids of each token's experts and their routing weights, as specified by
     `Operators.route`. The weights are rounded to the dtype of `x`."""
-    (tokens, hidden), experts, top_k = x.shape, len(router.weight), router.top_k
+    tokens, experts, top_k = len(x), len(router.weight), router.top_k
     ids = torch.empty(tokens, top_k, dtype=torch.int32, device=x.device)
     topk_weights = torch.empty(tokens, top_k, dtype=torch.float32, device=x.device)
     if not tokens:
         return ids, topk_weights
+    logits = _router_logits(x.contiguous(), router.weight)
+    _select_experts[(tokens,)](
+        logits,
+        ids,
+        topk_weights,
+        tokens,
+        experts,
+        splits=len(logits),
+        padded_splits=triton.next_power_of_2(len(logits)),
+        top_k=top_k,
+        renormalize=router.renormalize,
+        padded=triton.next_power_of_2(experts),
+        padded_k=triton.next_power_of_2(top_k),
+        dtype=_TRITON_DTYPES[x.dtype],
+        num_warps=1,
+        **dependent_launch(),
+    )
+    return ids, topk_weights
+
+
+def _router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return parts of the router logits, float32 (splits, tokens, experts). The logits are their
+    sums over splits."""
+    (tokens, hidden), experts = x.shape, len(weight)
     config = next((config for most, config in _LOGITS_CONFIGS if tokens <= most), None)
-    if config is not None:
+    if (
+        x.dtype != torch.float32
+        and _MIN_SPLIT_TOKENS <= tokens <= _MAX_SPLIT_TOKENS
+        and experts <= _MAX_SPLIT_EXPERTS
+    ):
+        inputs = _SPLIT_INPUTS * triton.cdiv(hidden, _SPLIT_INPUTS * _MAX_SPLITS)
+        splits = triton.cdiv(hidden, inputs)
+        logits = torch.empty(splits, tokens, experts, dtype=torch.float32, device=x.device)
+        _compute_logit_parts[(triton.cdiv(tokens, _SPLIT_TOKENS), splits)](
+            x,
+            weight,
+            logits,
+            tokens,
+            hidden=hidden,
+            experts=experts,
+            rows=_SPLIT_TOKENS,
+            padded=max(16, triton.next_power_of_2(experts)),
+            inputs=inputs,
+            tile=_SPLIT_INPUTS,
+            num_warps=8 if tokens <= 64 else 4,
+            **dependent_launch(),
+        )
+    elif config is not None:
         rows, inputs, warps = config
-        logits = torch.empty(tokens, experts, dtype=torch.float32, device=x.device)
+        logits = torch.empty(1, tokens, experts, dtype=torch.float32, device=x.device)
         _compute_router_logits[(triton.cdiv(tokens, rows), triton.cdiv(experts, 4))](
-            x.contiguous(),
-            router.weight,
+            x,
+            weight,
             logits,
             tokens,
             hidden=hidden,
@@ -54,21 +106,49 @@ def route(x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
             **dependent_launch(),
         )
     else:
-        logits = torch.mm(x.float(), router.weight.t())
-    _select_experts[(tokens,)](
-        logits,
-        ids,
-        topk_weights,
-        experts,
-        top_k=top_k,
-        renormalize=router.renormalize,
-        padded=triton.next_power_of_2(experts),
-        padded_k=triton.next_power_of_2(top_k),
-        dtype=_TRITON_DTYPES[x.dtype],
-        num_warps=1,
-        **dependent_launch(),
-    )
-    return ids, topk_weights
+        logits = torch.mm(x.float(), weight.t())[None]
+    return logits
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _compute_logit_parts(
+    x,
+    weight,
+    logits,
+    tokens,
+    hidden: tl.constexpr,
+    experts: tl.constexpr,
+    rows: tl.constexpr,
+    padded: tl.constexpr,
+    inputs: tl.constexpr,
+    tile: tl.constexpr,
+    overlaps: tl.constexpr,
+):
+    """Compute the part of the router logits that comes from `inputs` inputs, on tensor cores.
+
+    Numbers of 16 bits are exact in TF32, and a float32 weight is the sum of three bfloat16 numbers,
+    so all products are exact. The tensor cores of an H200 add them up with about three times the
+    error of float32.
+    """
+    await_previous(overlaps)
+    token = tl.program_id(0) * rows + tl.arange(0, rows)
+    token_mask = (token < tokens)[:, None]
+    expert = tl.arange(0, padded)
+    split = tl.program_id(1)
+    total = tl.zeros([rows, padded], tl.float32)
+    for begin in tl.static_range(0, inputs, tile):
+        i = split * inputs + begin + tl.arange(0, tile)
+        mask = token_mask & (i < hidden)[None, :]
+        offsets = token.to(tl.int64)[:, None] * hidden + i[None, :]
+        values = tl.load(x + offsets, mask=mask, other=0.0)
+        mask = (i < hidden)[:, None] & (expert < experts)[None, :]
+        rest = tl.load(weight + expert[None, :] * hidden + i[:, None], mask=mask, other=0.0)
+        for _ in tl.static_range(3):
+            part = rest.to(tl.bfloat16).to(tl.float32)
+            total = tl.dot(values.to(tl.float32), part, total, input_precision="tf32")
+            rest -= part
+    offsets = (split * tokens + token).to(tl.int64)[:, None] * experts + expert[None, :]
+    tl.store(logits + offsets, total, mask=token_mask & (expert < experts)[None, :])
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -102,12 +182,15 @@ def _compute_router_logits(
     tl.store(logits + token_offsets * experts + j[None, :], tl.sum(products, 2), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _select_experts(
     logits,
     ids,
     topk_weights,
+    tokens,
     experts,
+    splits: tl.constexpr,
+    padded_splits: tl.constexpr,
     top_k: tl.constexpr,
     renormalize: tl.constexpr,
     padded: tl.constexpr,
@@ -121,7 +204,11 @@ def _select_experts(
     token = tl.program_id(0)
     expert = tl.arange(0, padded)
     mask = expert < experts
-    router_logits = tl.load(logits + token * experts + expert, mask=mask, other=float("-inf"))
+    split = tl.arange(0, padded_splits)
+    offsets = (split * tokens + token)[:, None] * experts + expert[None, :]
+    parts_mask = (split < splits)[:, None] & mask[None, :]
+    router_logits = tl.sum(tl.load(logits + offsets, mask=parts_mask, other=0.0), 0)
+    router_logits = tl.where(mask, router_logits, float("-inf"))
     probabilities = tl.exp(router_logits - tl.max(router_logits, 0))
     probabilities = tl.where(mask, probabilities / tl.sum(probabilities, 0), -1.0)
     rank = tl.arange(0, padded_k)
