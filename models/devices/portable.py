@@ -27,6 +27,7 @@ from nanoactor.models.batch import (
 from nanoactor.models.devices.protocols import (
     CapturedFunction,
     CapturedStep,
+    Consumer,
     ExpertsOperator,
     ForwardFunction,
     Linear,
@@ -273,7 +274,9 @@ class PortableOperators:
 
         return operator
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, consumer: Consumer = None
+    ) -> torch.Tensor:
         """Return the RMS norm of `x`, computed in float32 as in transformers and rounded to the
         dtype of `x`."""
         normed = x.float()
@@ -283,7 +286,12 @@ class PortableOperators:
         return (weight * normed).to(x.dtype)
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        consumer: Consumer = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (RMS norm of x + residual, x + residual). The sum is rounded to the dtype of `x`
         before it is normalized, as in transformers."""
@@ -336,7 +344,12 @@ class PortableOperators:
         return q
 
     def attention(
-        self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
+        self,
+        queries: torch.Tensor,
+        cache: KVCache,
+        batch: AttentionBatch,
+        scale: float,
+        consumer: Consumer = None,
     ) -> torch.Tensor:
         """Return the attention output of all rows. Prefill rows are computed one at a time, and
         decode rows all together, over padded block tables."""

@@ -61,6 +61,8 @@ LinearOperator = Callable[[torch.Tensor], torch.Tensor]
 ExpertsOperator = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Function from hidden states (tokens, hidden), expert ids int32 (tokens, top_k), and routing
 weights float32 (tokens, top_k) to (tokens, hidden)."""
+Consumer = LinearOperator | ExpertsOperator | None
+"""The operator that is called with a result, or None if it is not known."""
 
 
 @runtime_checkable
@@ -280,16 +282,25 @@ class Operators(Protocol):
         Weights in a format without an operator on this device are unpacked.
         """
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, consumer: Consumer = None
+    ) -> torch.Tensor:
         """Return x / sqrt(mean(x²) + eps) * weight over the last dimension (arXiv:1910.07467).
 
-        If `weight` is float32, the product is rounded only once.
+        If `weight` is float32, the product is rounded only once. `consumer` is the operator that is
+        called with the result, if it is known: a device may prepare its input in the same pass.
         """
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        consumer: Consumer = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (RMS norm of x + residual, x + residual)."""
+        """Return (RMS norm of x + residual, x + residual). `consumer` is the operator that is
+        called with the norm, as in `rms_norm`."""
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Return `x`, (tokens, heads, head_dim), with pairs of dimensions rotated by `cos` and
@@ -326,10 +337,19 @@ class Operators(Protocol):
         """
 
     def attention(
-        self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
+        self,
+        queries: torch.Tensor,
+        cache: KVCache,
+        batch: AttentionBatch,
+        scale: float,
+        consumer: Consumer = None,
     ) -> torch.Tensor:
         """Return the causal attention output of `queries`, (tokens, heads, head_dim), over the
-        paged cache, in the same shape."""
+        paged cache, in the same shape.
+
+        `consumer` is the operator that is called with it, as (tokens, heads * head_dim), if it is
+        known (see `rms_norm`).
+        """
 
     def segment_attention(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, segments: Sequence[int]

@@ -47,6 +47,7 @@ class Attention:
             q, k = (norm_weight(spec.qk_norm, context, weight_name, size) for weight_name in names)
             self.norms, self._eps = (q, k), spec.qk_norm.eps
             self.is_plain &= self._eps == config.rms_norm_eps and not spec.qk_norm.in_float32
+        self.input_operator = self.qkv.operator
         self.state = PagedKV(self._kv_heads, size, context.weights.dtype)
 
     def __call__(self, x: torch.Tensor, state: LayerState, step: LayerStep) -> torch.Tensor:
@@ -61,7 +62,8 @@ class Attention:
             if not len(final_rows.indices):
                 return x[:0]
             q, batch = q.index_select(0, final_rows.indices), final_rows.plan()
-        return self.out(self._device.attention(q, state, batch, self.scale).flatten(1))
+        output = self._device.attention(q, state, batch, self.scale, self.out.operator)
+        return self.out(output.flatten(1))
 
 
 def _separate_parts(context: LayerContext, name: str) -> tuple[Part, ...]:

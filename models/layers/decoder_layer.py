@@ -43,15 +43,16 @@ class DecoderLayer:
         already the complete residual stream.
         """
         if residual is None:
-            x, residual = self._input_norm(x), x
+            x, residual = self._input_norm(x, self._mixer.input_operator), x
         else:
-            x, residual = self._input_norm.add(x, residual)
+            x, residual = self._input_norm.add(x, residual, self._mixer.input_operator)
         x = self._mixer(x, state, step)
         if step.final_rows is not None:
             residual = residual.index_select(0, step.final_rows.indices)
             if not len(x):
                 return x, residual
-        x, residual = self._post_norm.add(self._scaled(x), residual)
+        consumer = self._feed_forward.input_operator
+        x, residual = self._post_norm.add(self._scaled(x), residual, consumer)
         return self._scaled(self._feed_forward(x, step)), residual
 
     def _scaled(self, x: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,7 @@ class Experts:
             _read_fused if f"{name}.experts.gate_up_proj" in context.weights else _read_separate
         )
         experts = read_experts(spec, context.weights, f"{name}.experts", hidden, span)
-        self.operator = context.device.experts(experts)
+        self.operator = self.input_operator = context.device.experts(experts)
 
     def __call__(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
         """Map hidden states (tokens, hidden) to the same shape."""

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
+from nanoactor.models.devices.protocols import Consumer
 from nanoactor.models.layers.kinds import FeedForwardSpec, MixerSpec
 from nanoactor.models.layers.state import LayerState, StateSpec
 from nanoactor.models.layers.step import LayerContext, LayerStep
@@ -20,6 +21,11 @@ class Mixer(Protocol):
     state: StateSpec
     """Specification of the state that the mixer keeps between steps."""
 
+    @property
+    def input_operator(self) -> Consumer:
+        """The operator that is called with the hidden states as they are. The norm before it may
+        prepare its input. None if there is no such operator, or more than one."""
+
     def __call__(self, x: torch.Tensor, state: LayerState, step: LayerStep) -> torch.Tensor:
         """Map hidden states (tokens, hidden) to the same shape, or to (final rows, hidden) if
         `step.final_rows` is set."""
@@ -27,6 +33,11 @@ class Mixer(Protocol):
 
 class FeedForward(Protocol):
     """The part of a layer that processes each token separately."""
+
+    @property
+    def input_operator(self) -> Consumer:
+        """The operator that is called with the hidden states as they are. The norm before it may
+        prepare its input. None if there is no such operator, or more than one."""
 
     def __call__(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
         """Map hidden states (tokens, hidden) to the same shape. In the last layer, `x` may contain

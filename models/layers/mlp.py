@@ -29,8 +29,8 @@ class MLP:
         self.down = RowParallel(
             context, Projection(down, inner, columns=columns_of_rank(inner, span), bias=spec.bias)
         )
-        self._operator = context.device.mlp(self.gate_up.operator, self.down.operator)
+        self.input_operator = context.device.mlp(self.gate_up.operator, self.down.operator)
 
     def __call__(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
         """Map hidden states (tokens, hidden) to the same shape."""
-        return self.down.reduce(self._operator(x))
+        return self.down.reduce(self.input_operator(x))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from nanoactor.models.devices.protocols import Consumer
 from nanoactor.models.layers.kinds import NormSpec
 from nanoactor.models.layers.step import LayerContext
 
@@ -16,13 +17,17 @@ class RMSNorm:
         self._eps = spec.eps
         self._device = context.device
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return `x` normalized over its last dimension."""
-        return self._device.rms_norm(x, self.weight, self._eps)
+    def __call__(self, x: torch.Tensor, consumer: Consumer = None) -> torch.Tensor:
+        """Return `x` normalized over its last dimension. `consumer` is the operator that is called
+        with it, if it is known."""
+        return self._device.rms_norm(x, self.weight, self._eps, consumer)
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (norm of x + residual, x + residual)."""
-        return self._device.add_rms_norm(x, residual, self.weight, self._eps)
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor, consumer: Consumer = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return (norm of x + residual, x + residual). `consumer` is the operator that is called
+        with the norm, if it is known."""
+        return self._device.add_rms_norm(x, residual, self.weight, self._eps, consumer)
 
 
 def norm_weight(spec: NormSpec, context: LayerContext, name: str, size: int) -> torch.Tensor:

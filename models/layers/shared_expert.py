@@ -17,6 +17,8 @@ class SharedExpert:
     Every rank computes the gate.
     """
 
+    input_operator = None
+
     def __init__(self, spec: SharedExpertSpec, context: LayerContext, prefix: str) -> None:
         """Load this rank's part of all experts. Raises `UnsupportedModel` if they are too small to
         be divided among the ranks."""

@@ -7,6 +7,7 @@ prompts by TMA, and asserts what it takes of a multiprocessor.
 
 from __future__ import annotations
 
+import itertools
 import re
 import subprocess
 import sys
@@ -45,13 +46,18 @@ POINTERS = {
     "part_sums part_totals",
     "i64": "slot_mapping all_scratch",
     "i32": "tables slots contexts item_rows item_chunks first_items plan rows tiles blocks lengths "
-    "splits_done last_tokens token_ids positions rope_deltas seeds highest_ids score_ids "
+    "splits_done arrivals last_tokens token_ids positions rope_deltas seeds highest_ids score_ids "
     "sampled_ids top_ks given_positions given_token_ids ids frozen frozen_slots "
     "freeze_ids",
 }
 SCALARS = {"scale": "fp32", "eps": "fp32"}
 TARGET = GPUTarget("cuda", 90, 32)
 ATTENTION = {"heads": 16, "kv_heads": 8, "size": 128, "padded": 128}
+ROUNDING = [
+    {"rounds": rounds, "rounded_block": block, "swizzled": swizzled}
+    for rounds, block, swizzled in ((False, 1, False), (True, 128, False), (True, 128, True))
+]
+ROUNDED = {"rounded": "*fp8e4nv", "rounded_scales": "*fp32"}
 
 
 def signature(kernel, kind, constants, **changes):
@@ -140,18 +146,22 @@ def build_all(kind):
     precision, tile = ("ieee", 32) if exact else ("tf32", 64)
     for block_size in (16, 64):
         shape = {**ATTENTION, "block_size": block_size, "precision": precision}
-        chunks = {**shape, "group": 16, "tile": 64}
-        build(decode_attention._decode_chunks, kind, chunks, num_warps=4, num_stages=2)
+        for adds_up, rounding in itertools.product((False, True), ROUNDING):
+            chunks = {**shape, "group": 16, "tile": 64, "adds_up": adds_up, **rounding}
+            options = {"num_warps": 4, "num_stages": 2}
+            build(decode_attention._decode_chunks, kind, chunks, ROUNDED, **options)
         prompts = {**shape, "group": 2, "tokens": 64, "tile": tile}
         build(prefill_attention._prefill, kind, prompts, num_warps=8, num_stages=1)
-    build(decode_attention._combine_chunks, kind, {"heads": 16, "size": 128, "padded": 128})
+    for rounding in ROUNDING:
+        combine = {**ATTENTION, "group": 16, **rounding}
+        build(decode_attention._combine_chunks, kind, combine, ROUNDED)
     heads = {"heads": 16, "kv_heads": 8, "half": 64, "padded": 64, "tokens_per_program": 8}
     for has_norms in (True, False):
         store = {**heads, "has_norms": has_norms}
         build(elementwise._norm_rotate_store, kind, store)
-    for has_residual in (False, True):
-        norm = {"size": 1024, "padded": 1024, "has_residual": has_residual}
-        build(elementwise._rms_norm, kind, norm)
+    for has_residual, rounding in itertools.product((False, True), ROUNDING):
+        norm = {"size": 1024, "padded": 1024, "has_residual": has_residual, **rounding}
+        build(elementwise._rms_norm, kind, norm, ROUNDED)
     build(elementwise._swiglu, kind, {"block": 1024})
     angles = {"cosines": "*fp32", "sines": "*fp32"}
     build(elementwise._rotary, kind, {"half": 36, "padded": 64}, angles, num_warps=2)

@@ -22,6 +22,7 @@ class RunningSum:
         self._out = RowParallel(
             context, Projection((out,), hidden, columns=columns_of_rank(hidden, mine))
         )
+        self.input_operator = self._into.operator
         self.state = SlotState((SlotArray((mine.size,), torch.float32), SlotArray((), torch.int32)))
 
     def __call__(self, x, state, step):

@@ -543,7 +543,8 @@ def test_the_length_of_chunks(device, tiles, places, length):
     rows, extra = len(tiles), max(132, 3 * len(tiles))
     room = poisoned(device, rows + extra)
     sums = torch.empty(rows + extra, 4, 16), torch.empty(rows + extra, 4)
-    splits = Splits(room, room.clone(), room[:rows].clone(), poisoned(device, 2), *sums, places)
+    firsts, plan, arrivals = room[:rows].clone(), poisoned(device, 2), poisoned(device, rows)
+    splits = Splits(room, room.clone(), firsts, plan, *sums, arrivals, places)
     plan_splits(contexts, splits)
     counts = [-(-count // length) for count in tiles]
     assert splits.plan.tolist() == [64 * length, sum(counts)]

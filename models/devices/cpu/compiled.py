@@ -44,7 +44,7 @@ from nanoactor.models.devices.cpu.kernels.experts_fp8 import few_token_fp8_exper
 from nanoactor.models.devices.cpu.kernels.fp8 import dequantize_outputs, fp8_linear
 from nanoactor.models.devices.cpu.kernels.linear import few_row_linear
 from nanoactor.models.devices.cpu.kernels.sampling import sample_rows
-from nanoactor.models.devices.protocols import ExpertsOperator, LinearOperator
+from nanoactor.models.devices.protocols import Consumer, ExpertsOperator, LinearOperator
 from nanoactor.models.weights.fp8 import Fp8Blocks, iter_experts
 from nanoactor.models.weights.linear import (
     Dense,
@@ -221,13 +221,20 @@ class CompiledCPUDevice(CPUDevice):
 
         return dispatch
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, consumer: Consumer = None
+    ) -> torch.Tensor:
         """Return the RMS norm of `x`, computed in one pass."""
         norm = rms_norm if self._uses_kernel(x) and weight.dtype == x.dtype else super().rms_norm
         return norm(x, weight, eps)
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        consumer: Consumer = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (RMS norm of x + residual, x + residual), computed in one pass."""
         uses_kernel = self._uses_kernel(x) and weight.dtype == x.dtype
@@ -256,7 +263,12 @@ class CompiledCPUDevice(CPUDevice):
         return store(qkv, transform, cache, slot_mapping)
 
     def attention(
-        self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
+        self,
+        queries: torch.Tensor,
+        cache: KVCache,
+        batch: AttentionBatch,
+        scale: float,
+        consumer: Consumer = None,
     ) -> torch.Tensor:
         """Return the attention output of all rows. In a step without prefill rows, this is the
         decode kernel's own output tensor, which saves a copy."""

@@ -28,6 +28,7 @@ from nanoactor.models.devices.cuda.kernels.decode_step.table import MAX_ROWS
 from nanoactor.models.devices.portable import PortableOperators
 from nanoactor.models.devices.protocols import (
     CapturedFunction,
+    Consumer,
     DeviceTraits,
     ExpertsOperator,
     LinearOperator,
@@ -356,15 +357,26 @@ class CUDADevice(PortableCUDADevice):
         of its results are part of the first product."""
         return mlp_of(gate_up, down, super().mlp(gate_up, down))
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """Return the RMS norm of `x`, computed in float32 and rounded once."""
-        return elementwise.rms_norm(x.contiguous(), weight, eps)
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, consumer: Consumer = None
+    ) -> torch.Tensor:
+        """Return the RMS norm of `x`, computed in float32 and rounded once. A consumer with FP8
+        weights also gets it rounded to e4m3."""
+        return elementwise.rms_norm(x.contiguous(), weight, eps, consumer)
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        consumer: Consumer = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (RMS norm of x + residual, x + residual), computed in one pass."""
-        return elementwise.add_rms_norm(x.contiguous(), residual.contiguous(), weight, eps)
+        """Return (RMS norm of x + residual, x + residual), computed in one pass. A consumer with
+        FP8 weights also gets the norm rounded to e4m3."""
+        return elementwise.add_rms_norm(
+            x.contiguous(), residual.contiguous(), weight, eps, consumer
+        )
 
     def rotary(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         """Return `x` with a rotary embedding applied, computed in float32 and rounded once."""
@@ -393,10 +405,16 @@ class CUDADevice(PortableCUDADevice):
         return elementwise.norm_rotate_store(qkv.contiguous(), transform, cache, slot_mapping)
 
     def attention(
-        self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
+        self,
+        queries: torch.Tensor,
+        cache: KVCache,
+        batch: AttentionBatch,
+        scale: float,
+        consumer: Consumer = None,
     ) -> torch.Tensor:
         """Return the attention output of all rows. Separate kernels compute prefill and decode
-        rows.
+        rows. If there are only decode rows, a consumer with FP8 weights also gets the output
+        rounded to e4m3.
 
         Cache contents after the end of a context have no effect.
         """
@@ -414,5 +432,6 @@ class CUDADevice(PortableCUDADevice):
                 splits=batch.plan,
                 scale=scale,
                 output=output[prefill_tokens:],
+                consumer=None if prefill_tokens else consumer,
             )
         return output

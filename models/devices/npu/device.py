@@ -37,6 +37,7 @@ from nanoactor.models.devices.portable import PortableOperators
 from nanoactor.models.devices.protocols import (
     CapturedFunction,
     CapturedStep,
+    Consumer,
     DeviceTraits,
     ExpertsOperator,
     ForwardFunction,
@@ -343,7 +344,9 @@ class NPUDevice(PortableOperators):
 
         return operator
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, consumer: Consumer = None
+    ) -> torch.Tensor:
         """Return the RMS norm of `x`, from npu_rms_norm if all dtypes are equal."""
         if weight.dtype != x.dtype:
             return super().rms_norm(x, weight, eps)
@@ -351,7 +354,12 @@ class NPUDevice(PortableOperators):
         return normed
 
     def add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        x: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        consumer: Consumer = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return (RMS norm of x + residual, x + residual), from npu_add_rms_norm if all dtypes are
         equal."""
@@ -424,7 +432,12 @@ class NPUDevice(PortableOperators):
         return q
 
     def attention(
-        self, queries: torch.Tensor, cache: KVCache, batch: AttentionBatch, scale: float
+        self,
+        queries: torch.Tensor,
+        cache: KVCache,
+        batch: AttentionBatch,
+        scale: float,
+        consumer: Consumer = None,
     ) -> torch.Tensor:
         """Return the attention output of all rows from npu_fused_infer_attention_score."""
         return self._attention(queries.contiguous(), cache, batch.plan, scale)

@@ -21,6 +21,11 @@ from nanoactor.models.devices.cuda.kernels.dependent_launch import (
     await_previous,
     dependent_launch,
 )
+from nanoactor.models.devices.cuda.kernels.rounding import (
+    memory_for,
+    rounding_arguments,
+    store_rounded,
+)
 
 _TILE = 64
 """Number of positions that a program reads at a time. Chunk lengths are multiples of it."""
@@ -55,6 +60,9 @@ class Splits:
     """Attention output of each chunk, float32 (chunks, heads, head_dim)."""
     lse: torch.Tensor
     """Base-2 logarithm of each chunk's sum of exponentials, float32 (chunks, heads)."""
+    arrivals: torch.Tensor
+    """Number of chunks of each row and key-value head that are stored, int32 (rows * kv_heads,). It
+    is 0 between kernels."""
     concurrent_chunks: int
     """Number of chunks (of all key-value heads) that the GPU processes at the same time."""
 
@@ -75,6 +83,7 @@ class Splits:
             ints(2),
             torch.empty(items, heads, head_dim, dtype=torch.float32, device=device),
             torch.empty(items, heads, dtype=torch.float32, device=device),
+            ints(rows * kv_heads),
             max(1, _concurrent_programs(head_dim, device) // kv_heads),
         )
 
@@ -88,6 +97,7 @@ class Splits:
             self.plan,
             self.outputs[:items],
             self.lse[:items],
+            self.arrivals,
             self.concurrent_chunks,
         )
 
@@ -121,8 +131,9 @@ def plan_splits(contexts: torch.Tensor, splits: Splits) -> None:
     `splits`.
 
     If the contexts have similar lengths, the chunks are as short as possible while all of them run
-    in two waves, because a third wave would be nearly empty. If not, they are about as short as the
-    memory of `splits` allows, so that the longest context does not end alone. If the longest is
+    in two waves, because a third wave would be nearly empty. If there are rows for more than three
+    and a half waves, they are not split. If the lengths differ, the chunks are about as short as
+    the memory of `splits` allows, so that the longest context does not end alone. If the longest is
     more than four times as long as the mean, they are longer, because short ones cost more to start
     than they save.
     """
@@ -181,7 +192,10 @@ def _plan_splits(
         high = tl.where(is_enough, middle, high)
         low = tl.where(is_enough, low, middle + 1)
     fits = tl.sum(tl.cdiv(tiles, high), 0) <= waves * concurrent_chunks
-    chunk_length = tl.where(fits & (high <= limit), high, shortest) * tile
+    chunk_length = tl.where(fits & (high <= limit), high, shortest)
+    are_similar = 4 * longest.to(tl.int64) * rows <= 5 * total.to(tl.int64)
+    is_many = 2 * rows > 7 * concurrent_chunks
+    chunk_length = tl.where(are_similar & is_many, longest, chunk_length) * tile
     counts = tl.cdiv(context, chunk_length)
     ends = tl.cumsum(counts, 0)
     starts = ends - counts
@@ -203,18 +217,23 @@ def decode_attention(
     splits: Splits,
     scale: float,
     output: torch.Tensor,
+    consumer: object = None,
 ) -> None:
     """Write the attention output of `queries`, (rows, heads, head_dim), to `output`, of the same
     shape.
 
     `tables`, int32 (slots, blocks), contains block tables, and `slots`, int32 (rows,), the index of
     each row's table. `contexts`, int32 (rows,), are the context lengths including the new tokens.
-    `plan_splits` must have run for these contexts.
+    `plan_splits` must have run for these contexts. If `consumer` is an operator that needs rounded
+    rows, it gets them.
     """
-    rows, heads, size = queries.shape
+    heads, size = queries.shape[1:]
     kv_heads, block_size = cache.keys.shape[2], cache.keys.shape[1]
     padded = max(16, triton.next_power_of_2(size))
     warps, stages = _SMALL_BLOCK_CONFIG if block_size % _TILE else _LARGE_BLOCK_CONFIG
+    group = max(16, triton.next_power_of_2(heads // kv_heads))
+    rows = memory_for(consumer, output.flatten(1), block=size if size == padded else 0)
+    adds_up = len(contexts) > _WAVES * splits.concurrent_chunks
     _decode_chunks[(kv_heads, len(splits.rows))](
         queries,
         cache.keys,
@@ -228,6 +247,7 @@ def decode_attention(
         splits.plan,
         splits.outputs,
         splits.lse,
+        splits.arrivals,
         output,
         scale * 1.4426950408889634,
         queries.stride(0),
@@ -237,15 +257,19 @@ def decode_attention(
         kv_heads=kv_heads,
         size=size,
         padded=padded,
-        group=max(16, triton.next_power_of_2(heads // kv_heads)),
+        group=group,
         block_size=block_size,
         tile=_TILE,
         precision="ieee" if queries.dtype == torch.float32 else "tf32",
+        adds_up=adds_up,
         num_warps=warps,
         num_stages=stages if queries.dtype != torch.float32 else 2,
+        **rounding_arguments(rows, output),
         **dependent_launch(),
     )
-    _combine_chunks[(rows, heads)](
+    if adds_up:
+        return
+    _combine_chunks[(len(contexts), kv_heads)](
         contexts,
         splits.first_items,
         splits.plan,
@@ -254,14 +278,17 @@ def decode_attention(
         output,
         output.stride(0),
         heads=heads,
+        kv_heads=kv_heads,
         size=size,
         padded=padded,
-        num_warps=1,
+        group=group,
+        num_warps=4,
+        **rounding_arguments(rows, output),
         **dependent_launch(),
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rounded_slots"])
 def _decode_chunks(
     queries,
     keys,
@@ -275,11 +302,15 @@ def _decode_chunks(
     plan,
     outputs,
     lse,
+    arrivals,
     output,
     scale,
     query_stride,
     output_stride,
     table_stride,
+    rounded,
+    rounded_scales,
+    rounded_slots,
     heads: tl.constexpr,
     kv_heads: tl.constexpr,
     size: tl.constexpr,
@@ -288,8 +319,14 @@ def _decode_chunks(
     block_size: tl.constexpr,
     tile: tl.constexpr,
     precision: tl.constexpr,
+    adds_up: tl.constexpr,
+    rounded_block: tl.constexpr,
+    rounds: tl.constexpr,
+    swizzled: tl.constexpr,
     overlaps: tl.constexpr,
 ):
+    """Compute the attention of one chunk. With `adds_up`, the last program of a row's chunks adds
+    all of them up, in the order of the chunks, so that results do not depend on which one it is."""
     await_previous(overlaps)
     kv_head = tl.program_id(0)
     item = tl.program_id(1)
@@ -298,6 +335,7 @@ def _decode_chunks(
     group_size: tl.constexpr = heads // kv_heads
     row = tl.load(item_rows + item)
     chunk_length = tl.load(plan)
+    first_item = tl.load(first_items + row)
     chunk_start = tl.load(item_chunks + item) * chunk_length
     context = tl.load(contexts + row)
     end = tl.minimum(chunk_start + chunk_length, context)
@@ -338,16 +376,41 @@ def _decode_chunks(
         acc = tl.dot(p.to(value.dtype), value, acc, input_precision=precision)
         m_i = m_new
     result = acc / l_i[:, None]
-    if context <= chunk_length:  # the row's only chunk
-        output_offsets = row.to(tl.int64) * output_stride + head[:, None] * size + dim[None, :]
-        tl.store(output + output_offsets, result.to(output.dtype.element_ty), mask=query_mask)
-    else:
+    head_mask = group_head < group_size
+    is_whole = context <= chunk_length  # the row's only chunk
+    if not is_whole:
         partial_index = item.to(tl.int64) * heads + head
         tl.store(outputs + partial_index[:, None] * size + dim[None, :], result, mask=query_mask)
-        tl.store(lse + partial_index, m_i + tl.log2(l_i), mask=group_head < group_size)
+        tl.store(lse + partial_index, m_i + tl.log2(l_i), mask=head_mask)
+        if adds_up:
+            tl.debug_barrier()  # all threads have stored their part
+            arrival = arrivals + row * kv_heads + kv_head
+            chunks = tl.cdiv(context, chunk_length)
+            is_whole = tl.atomic_add(arrival, 1, sem="acq_rel") == chunks - 1
+            if is_whole:
+                tl.store(arrival, 0)
+                result = _add_chunks(
+                    outputs, lse, first_item, chunks, head, head_mask, heads, size, group, padded
+                )
+    if is_whole:
+        _store_result(
+            result,
+            row,
+            head,
+            head_mask,
+            output,
+            output_stride,
+            rounded,
+            rounded_scales,
+            rounded_slots,
+            heads,
+            size,
+            rounds,
+            swizzled,
+        )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rounded_slots"])
 def _combine_chunks(
     contexts,
     first_items,
@@ -356,32 +419,123 @@ def _combine_chunks(
     lse,
     output,
     output_stride,
+    rounded,
+    rounded_scales,
+    rounded_slots,
     heads: tl.constexpr,
+    kv_heads: tl.constexpr,
     size: tl.constexpr,
     padded: tl.constexpr,
+    group: tl.constexpr,
+    rounded_block: tl.constexpr,
+    rounds: tl.constexpr,
+    swizzled: tl.constexpr,
     overlaps: tl.constexpr,
 ):
+    """Add up the chunks of one row and key-value head, if it has more than one."""
     await_previous(overlaps)
     row = tl.program_id(0)
-    head = tl.program_id(1)
     context = tl.load(contexts + row)
     chunk_length = tl.load(plan)
     if context <= chunk_length:
         return
-    item = tl.load(first_items + row)
+    group_size: tl.constexpr = heads // kv_heads
+    head = tl.program_id(1) * group_size + tl.arange(0, group)
+    head_mask = tl.arange(0, group) < group_size
+    first_item, chunks = tl.load(first_items + row), tl.cdiv(context, chunk_length)
+    result = _add_chunks(
+        outputs, lse, first_item, chunks, head, head_mask, heads, size, group, padded
+    )
+    _store_result(
+        result,
+        row,
+        head,
+        head_mask,
+        output,
+        output_stride,
+        rounded,
+        rounded_scales,
+        rounded_slots,
+        heads,
+        size,
+        rounds,
+        swizzled,
+    )
+
+
+@triton.jit
+def _store_result(
+    result,
+    row,
+    head,
+    head_mask,
+    output,
+    output_stride,
+    rounded,
+    rounded_scales,
+    rounded_slots,
+    heads: tl.constexpr,
+    size: tl.constexpr,
+    rounds: tl.constexpr,
+    swizzled: tl.constexpr,
+):
+    """Store the attention output of some heads of a row, (group, padded), in the output's dtype. If
+    `rounds` is True, also store it in e4m3."""
+    dim = tl.arange(0, result.shape[1])
+    result = result.to(output.dtype.element_ty)
+    offsets = row.to(tl.int64) * output_stride + head[:, None] * size + dim[None, :]
+    tl.store(output + offsets, result, mask=head_mask[:, None] & (dim < size)[None, :])
+    if rounds:
+        store_rounded(
+            result.to(tl.float32),
+            head,
+            head_mask,
+            row,
+            rounded,
+            rounded_scales,
+            rounded_slots,
+            heads,
+            swizzled,
+        )
+
+
+@triton.jit
+def _add_chunks(
+    outputs,
+    lse,
+    first_item,
+    chunks,
+    head,
+    head_mask,
+    heads: tl.constexpr,
+    size: tl.constexpr,
+    group: tl.constexpr,
+    padded: tl.constexpr,
+    at_once: tl.constexpr = 4,
+):
+    """Return the attention output of a row, (group, padded), from those of its chunks."""
     dim = tl.arange(0, padded)
-    m_i = float("-inf")
-    l_i = 0.0
-    acc = tl.zeros([padded], tl.float32)
-    for index in range(tl.cdiv(context, chunk_length)):
-        offset = (item + index).to(tl.int64) * heads + head
-        chunk_lse = tl.load(lse + offset)
-        chunk_output = tl.load(outputs + offset * size + dim, mask=dim < size, other=0.0)
-        m_new = tl.maximum(m_i, chunk_lse)
-        alpha = tl.exp2(m_i - m_new)
-        beta = tl.exp2(chunk_lse - m_new)
-        acc = acc * alpha + chunk_output * beta
-        l_i = l_i * alpha + beta
-        m_i = m_new
-    offset = row.to(tl.int64) * output_stride + head * size + dim
-    tl.store(output + offset, (acc / l_i).to(output.dtype.element_ty), mask=dim < size)
+    m_i = tl.full([group], -1e38, tl.float32)
+    l_i = tl.zeros([group], tl.float32)
+    acc = tl.zeros([group, padded], tl.float32)
+    for begin in range(0, chunks, at_once):
+        for step in tl.static_range(at_once):  # loads of several chunks are in flight
+            is_chunk = tl.where(head_mask, chunks - begin, 0) > step
+            offset = (first_item + begin + step).to(tl.int64) * heads + head
+            # Other programs have just written these: the L1 cache may have older values.
+            chunk_lse = tl.load(
+                lse + offset, mask=is_chunk, other=float("-inf"), cache_modifier=".cg"
+            )
+            chunk_output = tl.load(
+                outputs + offset[:, None] * size + dim[None, :],
+                mask=is_chunk[:, None] & (dim < size)[None, :],
+                other=0.0,
+                cache_modifier=".cg",
+            )
+            m_new = tl.maximum(m_i, chunk_lse)
+            alpha = tl.exp2(m_i - m_new)
+            beta = tl.exp2(chunk_lse - m_new)
+            acc = acc * alpha[:, None] + chunk_output * beta[:, None]
+            l_i = l_i * alpha + beta
+            m_i = m_new
+    return acc / tl.where(head_mask, l_i, 1.0)[:, None]

@@ -12,48 +12,67 @@ from nanoactor.models.devices.cuda.kernels.dependent_launch import (
     await_previous,
     dependent_launch,
 )
+from nanoactor.models.devices.cuda.kernels.rounding import (
+    memory_for,
+    rounding_arguments,
+    store_rounded,
+)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return x / sqrt(mean(x²) + eps) * weight over the last dimension. `x` must be contiguous."""
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, consumer: object = None
+) -> torch.Tensor:
+    """Return x / sqrt(mean(x²) + eps) * weight over the last dimension. `x` must be contiguous.
+
+    If `consumer` is an operator that needs rounded rows, it gets them.
+    """
     output = torch.empty_like(x)
-    size = x.shape[-1]
     if x.numel():
-        _rms_norm[(x.numel() // size,)](
-            x,
-            x,
-            weight,
-            output,
-            output,
-            eps,
-            size=size,
-            has_residual=False,
-            **_row_config(size),
-            **dependent_launch(),
-        )
+        _launch_norm(x, None, weight, eps, output, output, consumer)
     return output
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    consumer: object = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (RMS norm of x + residual, x + residual). All tensors must be contiguous."""
+    """Return (RMS norm of x + residual, x + residual). All tensors must be contiguous.
+
+    If `consumer` is an operator that needs rounded rows, it gets them.
+    """
     output, total = torch.empty_like(x), torch.empty_like(x)
-    size = x.shape[-1]
     if x.numel():
-        _rms_norm[(x.numel() // size,)](
-            x,
-            residual,
-            weight,
-            output,
-            total,
-            eps,
-            size=size,
-            has_residual=True,
-            **_row_config(size),
-            **dependent_launch(),
-        )
+        _launch_norm(x, residual, weight, eps, output, total, consumer)
     return output, total
+
+
+def _launch_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    eps: float,
+    output: torch.Tensor,
+    total: torch.Tensor,
+    consumer: object,
+) -> None:
+    size = x.shape[-1]
+    rows = memory_for(consumer, output) if x.dim() == 2 else None
+    _rms_norm[(x.numel() // size,)](
+        x,
+        x if residual is None else residual,
+        weight,
+        output,
+        total,
+        eps,
+        size=size,
+        has_residual=residual is not None,
+        **rounding_arguments(rows, x),
+        **_row_config(size),
+        **dependent_launch(),
+    )
 
 
 def _row_config(size: int) -> dict[str, int]:
@@ -61,7 +80,7 @@ def _row_config(size: int) -> dict[str, int]:
     return {"padded": padded, "num_warps": min(16, max(1, padded // 256))}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rounded_slots"])
 def _rms_norm(
     x,
     residual,
@@ -69,9 +88,15 @@ def _rms_norm(
     output,
     total,
     eps,
+    rounded,
+    rounded_scales,
+    rounded_slots,
     size: tl.constexpr,
     padded: tl.constexpr,
     has_residual: tl.constexpr,
+    rounded_block: tl.constexpr,
+    rounds: tl.constexpr,
+    swizzled: tl.constexpr,
     overlaps: tl.constexpr,
 ):
     await_previous(overlaps)
@@ -88,7 +113,22 @@ def _rms_norm(
         value = value.to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value, 0) / size + eps)
     factor = tl.load(weight + column, mask=mask, other=0.0).to(tl.float32)
-    tl.store(output + offsets, (value * scale * factor).to(output.dtype.element_ty), mask=mask)
+    normed = (value * scale * factor).to(output.dtype.element_ty)
+    tl.store(output + offsets, normed, mask=mask)
+    if rounds:
+        count: tl.constexpr = padded // rounded_block
+        block_index = tl.arange(0, count)
+        store_rounded(
+            tl.reshape(normed.to(tl.float32), [count, rounded_block]),
+            block_index,
+            block_index < size // rounded_block,
+            row,
+            rounded,
+            rounded_scales,
+            rounded_slots,
+            size // rounded_block,
+            swizzled,
+        )
 
 
 def swiglu(gate_up: torch.Tensor) -> torch.Tensor:

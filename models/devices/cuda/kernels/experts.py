@@ -22,14 +22,18 @@ from nanoactor.models.devices.cuda.kernels.fp8_products.experts import (
     experts_unsupported_reason,
 )
 from nanoactor.models.devices.cuda.kernels.fp8_products.launch import Kernels, log_fallback
+from nanoactor.models.devices.cuda.kernels.rounding import RoundingOperator, Rows
 from nanoactor.models.weights.fp8 import Fp8Blocks
 from nanoactor.models.weights.linear import ExpertWeights, dense_experts_of
 from nanoactor.models.weights.whole_step import Matrix
 
-GroupedGemms = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+_MAX_ROUNDED_TOKENS = 512
+"""Maximum number of tokens whose rounded rows are worth having. With more, the CUDA C++ kernels
+round the rows of token-expert pairs."""
+GroupedGemms = Callable[[torch.Tensor, Rows | None, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-class TritonExperts:
+class TritonExperts(RoundingOperator):
     """The experts of a layer as an `ExpertsOperator`."""
 
     def __init__(
@@ -47,7 +51,7 @@ class TritonExperts:
         if packed is None:
             dense = dense_experts_of(weights, reason)
             self._few_token_matrices = experts_few.dense_matrices(dense)
-            self._grouped_gemms: GroupedGemms = lambda x, ids, topk_weights: (
+            self._grouped_gemms: GroupedGemms = lambda x, rows, ids, topk_weights: (
                 experts_dense.grouped_gemms(x, dense, ids, topk_weights)
             )
         else:
@@ -69,16 +73,24 @@ class TritonExperts:
         )
         return None if readable[0] is None or readable[1] is None else (readable[0], readable[1])
 
+    def memory_for(self, x: torch.Tensor) -> Rows | None:
+        """Return memory for the rounded rows of `x`, (tokens, hidden), or None if the operator
+        certainly would not read them."""
+        if self._packed is None or not self._max_pairs < len(x) <= _MAX_ROUNDED_TOKENS:
+            return None
+        return fp8.memory_for(x, self._packed[0])
+
     def __call__(
         self, x: torch.Tensor, ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> torch.Tensor:
         """Return the weighted sum of each token's experts, (tokens, hidden)."""
         if not len(x):
             return torch.empty_like(x)
+        rows = self.take(x)
         x, topk_weights = x.contiguous(), topk_weights.contiguous()
         if ids.numel() <= self._max_pairs:
             return experts_few.run_experts(x, self._few_token_matrices, ids, topk_weights)
-        return _combine_experts(self._grouped_gemms(x, ids, topk_weights))
+        return _combine_experts(self._grouped_gemms(x, rows, ids, topk_weights))
 
 
 def _grouped_gemms_of(
@@ -89,7 +101,9 @@ def _grouped_gemms_of(
         if reason is None:
             return HopperExperts(*packed, kernels)
         log_fallback(reason)
-    return lambda x, ids, topk_weights: experts_fp8.grouped_gemms(x, *packed, ids, topk_weights)
+    return lambda x, rows, ids, topk_weights: experts_fp8.grouped_gemms(
+        x, rows, *packed, ids, topk_weights
+    )
 
 
 def _packed_of(weights: ExpertWeights) -> tuple[fp8.Packed, fp8.Packed] | None:

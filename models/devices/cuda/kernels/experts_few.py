@@ -17,7 +17,8 @@ from nanoactor.models.devices.cuda.kernels.dependent_launch import (
     await_previous,
     dependent_launch,
 )
-from nanoactor.models.devices.cuda.kernels.fp8 import Packed, quantize_blocks
+from nanoactor.models.devices.cuda.kernels.fp8 import Packed
+from nanoactor.models.devices.cuda.kernels.rounding import quantize_blocks
 from nanoactor.models.weights.linear import DenseExperts
 
 MAX_PAIRS, MAX_PACKED_PAIRS = 64, 16

@@ -15,6 +15,7 @@ from nanoactor.models.devices.cuda.kernels.dependent_launch import (
 )
 from nanoactor.models.devices.cuda.kernels.experts_dense import Tile
 from nanoactor.models.devices.cuda.kernels.fp8 import Packed, load_scales, quantize
+from nanoactor.models.devices.cuda.kernels.rounding import Rows
 from nanoactor.models.devices.cuda.kernels.routing import align_blocks
 
 # (maximum mean number of pairs per expert, tile). `inputs` is unused (0), because a program reads
@@ -35,10 +36,18 @@ def tile_for(pairs: int, experts: int) -> Tile:
 
 
 def grouped_gemms(
-    x: torch.Tensor, gate_up: Packed, down: Packed, ids: torch.Tensor, topk_weights: torch.Tensor
+    x: torch.Tensor,
+    rows: Rows | None,
+    gate_up: Packed,
+    down: Packed,
+    ids: torch.Tensor,
+    topk_weights: torch.Tensor,
 ) -> torch.Tensor:
     """Return the output of each token-expert pair, multiplied by its routing weight, (tokens,
-    top_k, hidden)."""
+    top_k, hidden).
+
+    `rows` are the rounded rows of `x`, or None if they are not available.
+    """
     tokens, top_k = ids.shape
     experts, hidden = down.weight.shape[:2]
     inner, pairs = gate_up.weight.shape[1] // 2, tokens * top_k
@@ -46,10 +55,10 @@ def grouped_gemms(
     blocks = align_blocks(ids, experts, tile.rows)
     intermediate = x.new_empty(pairs, inner)
     pair_outputs = x.new_empty(tokens, top_k, hidden)
-    rounded, scales = quantize(x, gate_up)
+    rows = rows or quantize(x, gate_up)
     _activate[(len(blocks.expert_ids), triton.cdiv(inner, tile.outputs))](
-        rounded,
-        scales,
+        rows.values,
+        rows.scales,
         gate_up.weight,
         gate_up.scales,
         pair_ids=blocks.pair_ids,
@@ -62,10 +71,10 @@ def grouped_gemms(
         **_sizes(gate_up, tile),
         **dependent_launch(),
     )
-    rounded, scales = quantize(intermediate, down)
+    rows = quantize(intermediate, down)
     _project_down[(len(blocks.expert_ids), triton.cdiv(hidden, tile.outputs))](
-        rounded,
-        scales,
+        rows.values,
+        rows.scales,
         down.weight,
         down.scales,
         pair_ids=blocks.pair_ids,

@@ -22,13 +22,14 @@ from nanoactor.models.devices.cuda.kernels.dependent_launch import (
     await_previous,
     dependent_launch,
 )
+from nanoactor.models.devices.cuda.kernels.rounding import (
+    RoundingOperator,
+    Rows,
+    quantize_blocks,
+)
 from nanoactor.models.weights.fp8 import E4M3, Fp8Blocks
 from nanoactor.models.weights.whole_step import PackedMatrix
 
-E4M3_MAX = 448.0
-"""Largest finite e4m3 number."""
-_MIN_ABSMAX = 1e-12
-"""Lower limit of a block's largest absolute value, so that zeros stay zeros."""
 _BLOCK_SIZES = (32, 64, 128)
 """Numbers of inputs per block that the kernels support."""
 _GROUP_MULTIPLE = 16
@@ -88,20 +89,26 @@ def whole_step_matrix(packed: Packed, inputs: int) -> PackedMatrix | None:
 # -- activations --------------------------------------------------------------------------
 
 
-def quantize(x: torch.Tensor, packed: Packed) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `x`, (tokens, inputs), rounded to e4m3 and padded like `packed`, and the scales,
-    float32 (blocks, tokens).
+def memory_for(x: torch.Tensor, packed: Packed) -> Rows | None:
+    """Return memory for the rounded rows of `x`, (tokens, inputs), or None if they need padding."""
+    blocks = packed.scales.shape[-1]
+    if packed.offset or blocks * packed.block != x.shape[1]:
+        return None
+    return Rows.empty(blocks, packed.block, len(x), x.device)
+
+
+def quantize(x: torch.Tensor, packed: Packed) -> Rows:
+    """Return `x`, (tokens, inputs), rounded to e4m3 and padded like `packed`.
 
     The scale of a block is its largest absolute value divided by 448.
     """
     tokens, inputs = x.shape
     blocks = packed.scales.shape[-1]
-    rounded = torch.empty(tokens, blocks * packed.block, dtype=E4M3, device=x.device)
-    scales = torch.empty(blocks, tokens, dtype=torch.float32, device=x.device)
+    rows = Rows.empty(blocks, packed.block, tokens, x.device)
     _quantize[(tokens, triton.cdiv(blocks, _BLOCKS_PER_PROGRAM))](
         x,
-        rounded,
-        scales,
+        rows.values,
+        rows.scales,
         inputs,
         tokens,
         offset=packed.offset,
@@ -111,16 +118,7 @@ def quantize(x: torch.Tensor, packed: Packed) -> tuple[torch.Tensor, torch.Tenso
         num_warps=4,
         **dependent_launch(),
     )
-    return rounded, scales
-
-
-@triton.jit
-def quantize_blocks(
-    values, max_value: tl.constexpr = E4M3_MAX, min_absmax: tl.constexpr = _MIN_ABSMAX
-):
-    """Return `values`, (blocks, block), rounded to e4m3, and the scale of each block."""
-    scale = tl.maximum(tl.max(tl.abs(values), 1), min_absmax) / max_value
-    return (values / scale[:, None]).to(tl.float8e4nv), scale
+    return rows
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -180,7 +178,7 @@ def tile_for(tokens: int) -> Tile:
     return next((tile for max_tokens, tile in _TILES if tokens <= max_tokens), _LARGEST)
 
 
-class TritonFp8Linear:
+class TritonFp8Linear(RoundingOperator):
     """The operator x Wᵀ + b for an FP8 matrix, in Triton."""
 
     def __init__(self, weights: Fp8Blocks) -> None:
@@ -194,12 +192,19 @@ class TritonFp8Linear:
         it."""
         return whole_step_matrix(self._packed, self._inputs)
 
+    def memory_for(self, x: torch.Tensor) -> Rows | None:
+        """Return memory for the rounded rows of `x`, (tokens, inputs), or None if they need
+        padding."""
+        return memory_for(x, self._packed)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return x Wᵀ + b, (..., outputs), for `x` (..., inputs)."""
         flat = x.reshape(-1, x.shape[-1]).contiguous()
-        return self._product(flat).view(*x.shape[:-1], -1)
+        return self._product(flat, self.take(flat)).view(*x.shape[:-1], -1)
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
+    def _product(self, x: torch.Tensor, rows: Rows | None) -> torch.Tensor:
+        """Return the product of `x`, (tokens, inputs), whose rounded rows are `rows` unless it is
+        None."""
         tokens, packed = len(x), self._packed
         outputs, blocks = packed.weight.shape[0], packed.scales.shape[1]
         y = x.new_empty(tokens, outputs)
@@ -212,10 +217,10 @@ class TritonFp8Linear:
         blocks_per_split = triton.cdiv(blocks, splits)
         splits = triton.cdiv(blocks, blocks_per_split)
         sums = y if splits == 1 else torch.empty(splits, tokens, outputs, device=x.device)
-        rounded, scales = quantize(x, packed)
+        rows = rows or quantize(x, packed)
         _multiply[(*grid, splits)](
-            rounded,
-            scales,
+            rows.values,
+            rows.scales,
             packed.weight,
             packed.scales,
             self.bias if splits == 1 else None,

@@ -11,7 +11,6 @@ from nanoactor.models.devices.cuda.kernels.fp8_products.launch import (
     Args,
     Kernels,
     Matrix,
-    Rows,
     arguments_of,
     gather,
 )
@@ -21,6 +20,7 @@ from nanoactor.models.devices.cuda.kernels.fp8_products.variants import (
     choose_variants,
     unsupported_reason,
 )
+from nanoactor.models.devices.cuda.kernels.rounding import Rows
 from nanoactor.models.devices.cuda.kernels.routing import align_blocks
 
 
@@ -45,19 +45,24 @@ class HopperExperts:
         self._kernels = kernels
 
     def __call__(
-        self, x: torch.Tensor, ids: torch.Tensor, topk_weights: torch.Tensor
+        self, x: torch.Tensor, rows: Rows | None, ids: torch.Tensor, topk_weights: torch.Tensor
     ) -> torch.Tensor:
         """Return the output of each token-expert pair, multiplied by its routing weight, (tokens,
-        top_k, hidden)."""
+        top_k, hidden).
+
+        `rows` are the rounded rows of `x` for the Triton kernels, or None if they are not
+        available.
+        """
         tokens, top_k = ids.shape
         experts = len(self._down.packed.weight)
         variants = choose_variants(tokens * top_k, experts)
         if variants is None or x.dtype != torch.bfloat16:
-            return grouped_gemms(x, self._gate_up.packed, self._down.packed, ids, topk_weights)
+            matrices = self._gate_up.packed, self._down.packed
+            return grouped_gemms(x, rows, *matrices, ids, topk_weights)
         first, second = variants
         blocks = align_blocks(ids, experts, first.tokens)
         rows = gather(self._kernels, x, self._gate_up.packed, blocks, top_k, first.tokens)
-        intermediate = Rows.empty(self._down.blocks, len(blocks.pair_ids), x.device)
+        intermediate = Rows.empty_swizzled(self._down.blocks, len(blocks.pair_ids), x.device)
         row_tiles = len(blocks.expert_ids)
         args = arguments_of(self._gate_up, first, rows, row_tiles, intermediate.values, tokens)
         args.y_scales = intermediate.scales.data_ptr()

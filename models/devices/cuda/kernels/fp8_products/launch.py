@@ -4,7 +4,6 @@ multiply."""
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import functools
 import logging
 
@@ -27,8 +26,8 @@ from nanoactor.models.devices.cuda.kernels.fp8_products.variants import (
     Variant,
     source,
 )
+from nanoactor.models.devices.cuda.kernels.rounding import Rows
 from nanoactor.models.devices.cuda.kernels.routing import Blocks
-from nanoactor.models.weights.fp8 import E4M3
 
 log = logging.getLogger("nanoactor.models.fp8_products")
 
@@ -61,25 +60,6 @@ class RoundArgs(ctypes.Structure):
             "inputs", "offset", "count", "slots", "chosen", "tokens", "blocks",
         )),
     )  # fmt: skip
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Rows:
-    """Activations in e4m3, in the order in which tiles read them. A slot has room for one row, and
-    may be empty."""
-
-    values: torch.Tensor
-    """e4m3 numbers, (blocks, slots, 128), whose 16-byte chunks are swizzled (chunk ^ slot % 8)."""
-    scales: torch.Tensor
-    """Scale of each row in each block, float32 (blocks, slots)."""
-
-    @staticmethod
-    def empty(blocks: int, slots: int, device: torch.device) -> Rows:
-        """Return uninitialized memory for `slots` rows of `blocks` blocks."""
-        return Rows(
-            torch.empty(blocks, slots, BLOCK, dtype=E4M3, device=device),
-            torch.empty(blocks, slots, dtype=torch.float32, device=device),
-        )
 
 
 class Kernels:
@@ -181,6 +161,15 @@ def arguments_of(
 # -- rows -----------------------------------------------------------------------------------------
 
 
+def memory_for(x: torch.Tensor, packed: Packed, slots: int) -> Rows | None:
+    """Return memory for the rounded rows of `x`, (rows, inputs), in `slots` slots, or None if they
+    need padding."""
+    blocks = packed.scales.shape[-1]
+    if packed.offset or blocks * BLOCK != x.shape[1]:
+        return None
+    return Rows.empty_swizzled(blocks, slots, x.device)
+
+
 def quantize(kernels: Kernels, x: torch.Tensor, packed: Packed, slots: int) -> Rows:
     """Return `x`, bfloat16 (rows, inputs), rounded to e4m3 and padded like `packed`.
 
@@ -210,7 +199,7 @@ def gather(
 
 def _round(kernels: Kernels, x: torch.Tensor, packed: Packed, slots: int, args: RoundArgs) -> Rows:
     assert x.is_contiguous()
-    rows = Rows.empty(packed.scales.shape[-1], slots, x.device)
+    rows = Rows.empty_swizzled(packed.scales.shape[-1], slots, x.device)
     args.x, args.inputs, args.offset = x.data_ptr(), x.shape[1], packed.offset
     args.rows, args.scales = rows.values.data_ptr(), rows.scales.data_ptr()
     args.slots, args.blocks = slots, packed.scales.shape[-1]

@@ -8,9 +8,9 @@ from nanoactor.models.devices.cuda.kernels.fp8 import TritonFp8Linear
 from nanoactor.models.devices.cuda.kernels.fp8_products.launch import (
     Kernels,
     Matrix,
-    Rows,
     arguments_of,
     log_fallback,
+    memory_for,
     quantize,
 )
 from nanoactor.models.devices.cuda.kernels.fp8_products.variants import (
@@ -19,6 +19,7 @@ from nanoactor.models.devices.cuda.kernels.fp8_products.variants import (
     choose_division,
     unsupported_reason,
 )
+from nanoactor.models.devices.cuda.kernels.rounding import Rows
 from nanoactor.models.weights.fp8 import Fp8Blocks
 
 
@@ -71,11 +72,22 @@ class HopperFp8Linear(TritonFp8Linear):
             args.parts, args.arrivals = parts.data_ptr(), self._arrivals.data_ptr()
         self.kernels.multiply(variant, args, division.blocks)
 
-    def _product(self, x: torch.Tensor) -> torch.Tensor:
-        if x.dtype != torch.bfloat16 or len(x) <= TRITON_MAX_ROWS:
-            return super()._product(x)
+    def memory_for(self, x: torch.Tensor) -> Rows | None:
+        """Return memory for the rounded rows of `x`, (tokens, inputs), or None if they need
+        padding."""
+        if _uses_triton(x):
+            return super().memory_for(x)
+        return memory_for(x, self._packed, self.division(len(x)).slots)
+
+    def _product(self, x: torch.Tensor, rows: Rows | None) -> torch.Tensor:
+        if _uses_triton(x):
+            return super()._product(x, rows)
         division = self.division(len(x))
         y = x.new_empty(len(x), self.kernel_matrix.outputs)
-        rows = quantize(self.kernels, x, self._packed, division.slots)
+        rows = rows or quantize(self.kernels, x, self._packed, division.slots)
         self.multiply(rows, division, y)
         return y
+
+
+def _uses_triton(x: torch.Tensor) -> bool:
+    return x.dtype != torch.bfloat16 or len(x) <= TRITON_MAX_ROWS

@@ -8,16 +8,19 @@ import logging
 import torch
 
 from nanoactor.models.devices.cuda.kernels.fp8_products.launch import (
-    Rows,
     arguments_of,
+    memory_for,
     quantize,
 )
 from nanoactor.models.devices.cuda.kernels.fp8_products.linear import HopperFp8Linear
 from nanoactor.models.devices.cuda.kernels.fp8_products.variants import (
     BLOCK,
     TRITON_MAX_MLP_ROWS,
+    Division,
+    Variant,
     choose_swiglu_variant,
 )
+from nanoactor.models.devices.cuda.kernels.rounding import RoundingOperator, Rows
 from nanoactor.models.devices.protocols import LinearOperator
 
 log = logging.getLogger("nanoactor.models.fp8_products")
@@ -57,7 +60,7 @@ def _log_fallback(reason: str) -> None:
     )
 
 
-class HopperMLP:
+class HopperMLP(RoundingOperator):
     """The operator down(swiglu(gate_up(x))) for FP8 matrices.
 
     The gate and up projections of the same outputs are in one tile, so that SwiGLU and the rounding
@@ -71,22 +74,40 @@ class HopperMLP:
         whole blocks. `otherwise` is used where the kernels are slower, and for other dtypes."""
         self._gate_up, self._down, self._otherwise = gate_up, down, otherwise
 
+    def memory_for(self, x: torch.Tensor) -> Rows | None:
+        """Return memory for the rounded rows of `x`, (tokens, hidden), or None if the operator
+        would not read them."""
+        variant = self._variant(x)
+        if variant is None:  # `gate_up` is called with `x`
+            return self._gate_up.memory_for(x)
+        slots = self._slots(len(x), variant, self._down.division(len(x)))
+        return memory_for(x, self._gate_up.kernel_matrix.packed, slots)
+
+    def _variant(self, x: torch.Tensor) -> Variant | None:
+        """Return the variant of the first product, or None if separate operators are faster."""
+        if x.dtype != torch.bfloat16 or len(x) <= TRITON_MAX_MLP_ROWS:
+            return None
+        matrix, processors = self._gate_up.kernel_matrix, self._gate_up.kernels.processors
+        return choose_swiglu_variant(len(x), matrix.outputs // 2, matrix.blocks, processors)
+
+    @staticmethod
+    def _slots(rows: int, variant: Variant, division: Division) -> int:
+        return max(-(-rows // variant.tokens) * variant.tokens, division.slots)
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return down(swiglu(gate_up(x))) for `x` (tokens, hidden). Raises `DriverError` if a
         launch fails."""
-        if x.dtype != torch.bfloat16 or len(x) <= TRITON_MAX_MLP_ROWS:
-            return self._otherwise(x)
-        matrix = self._gate_up.kernel_matrix
-        kernels = self._gate_up.kernels
-        sizes = len(x), matrix.outputs // 2, matrix.blocks
-        variant = choose_swiglu_variant(*sizes, kernels.processors)
+        variant, rows = self._variant(x), self.take(x)
         if variant is None:
+            if rows is not None:
+                self._gate_up.give(x, rows)
             return self._otherwise(x)
+        matrix, kernels = self._gate_up.kernel_matrix, self._gate_up.kernels
         row_tiles = -(-len(x) // variant.tokens)
         division = self._down.division(len(x))
-        slots = max(row_tiles * variant.tokens, division.slots)
-        rows = quantize(kernels, x.contiguous(), matrix.packed, slots)
-        inner = Rows.empty(self._down.kernel_matrix.blocks, slots, x.device)
+        slots = self._slots(len(x), variant, division)
+        rows = rows or quantize(kernels, x.contiguous(), matrix.packed, slots)
+        inner = Rows.empty_swizzled(self._down.kernel_matrix.blocks, slots, x.device)
         args = arguments_of(matrix, variant, rows, row_tiles, inner.values, len(x))
         args.y_scales = inner.scales.data_ptr()
         kernels.multiply(variant, args, min(kernels.processors, row_tiles * args.output_tiles))

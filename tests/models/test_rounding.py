@@ -1,0 +1,194 @@
+"""Kernels that round their results for the operator that reads them: the same numbers as that
+operator's own rounding, and no one else's."""
+
+import pytest
+import torch
+
+from nanoactor.models.batch import KVCache
+from nanoactor.models.devices import open_device
+from nanoactor.models.devices.cuda.kernels import experts_fp8, fp8
+from nanoactor.models.devices.cuda.kernels.fp8 import TritonFp8Linear, pack
+from nanoactor.models.devices.cuda.kernels.rounding import RoundingOperator, Rows, memory_for
+from nanoactor.models.weights.linear import ExpertWeights
+from tests.models.batches import attention_batch
+from tests.models.interpreted import InterpretedDevice
+from tests.models.test_fp8 import moved, packed_matrix
+
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+LAYOUTS = pytest.mark.parametrize("swizzled", [False, True], ids=["plain", "swizzled"])
+
+
+@pytest.fixture(params=["interpreted", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    made = open_device("cuda") if request.param == "cuda" else InterpretedDevice()
+    made.prepare_thread(1)
+    return made
+
+
+class Reader(RoundingOperator):
+    """An operator that only keeps what it is given."""
+
+    def __init__(self, block, swizzled, slots=None):
+        self.block, self.swizzled, self.slots = block, swizzled, slots
+
+    def memory_for(self, x):
+        blocks, slots = x.shape[1] // self.block, self.slots or len(x)
+        made = (
+            Rows.empty_swizzled(blocks, slots, x.device)
+            if self.swizzled
+            else Rows.empty(blocks, self.block, slots, x.device)
+        )
+        made.values.view(torch.uint8).fill_(0x7F)  # NaN
+        made.scales.fill_(-1.0)
+        return made
+
+    def numbers(self, x):
+        """What was given for `x`: e4m3 (rows, inputs), and scales (blocks, rows)."""
+        rows = self.take(x)
+        assert rows is not None
+        values, count = rows.values, len(x)
+        assert (rows.scales[:, count:] == -1).all()
+        if self.swizzled:
+            assert (values.view(torch.uint8)[:, count:] == 0x7F).all()
+            chunks = values.view(torch.uint8)[:, :count].unflatten(-1, (8, 16))
+            slots = torch.arange(count, device=x.device)[:, None]
+            order = torch.arange(8, device=x.device) ^ slots % 8
+            placed = torch.take_along_dim(chunks, order[None, :, :, None], 2)
+            values = placed.flatten(2).transpose(0, 1).flatten(1)
+        return values[:count].view(torch.uint8).cpu(), rows.scales[:, :count].cpu()
+
+
+def own(x, block):
+    """What an operator's own rounding makes of `x`."""
+    weights = packed_matrix(1, 16, x.shape[1], block=block)
+    rows = fp8.quantize(x.contiguous(), pack(moved(weights, x.device)))
+    return rows.values.view(torch.uint8).cpu(), rows.scales.cpu()
+
+
+def check(reader, x, block):
+    for found, expected in zip(reader.numbers(x), own(x, block), strict=True):
+        assert torch.equal(found, expected)
+
+
+def drawn(device, *shape, dtype):
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+    return made.to(device.torch_device, dtype)
+
+
+@DTYPES
+@pytest.mark.parametrize(
+    ("size", "block", "swizzled", "slots"),
+    [
+        (320, 64, False, None),  # no power of two
+        (96, 32, False, None),
+        (128, 128, False, None),
+        (384, 128, True, 64),
+        (256, 128, True, 64),
+    ],
+)
+def test_a_norm_rounds_for_its_reader(device, dtype, size, block, swizzled, slots):
+    x, residual = drawn(device, 2, 11, size, dtype=dtype)
+    x[3] = residual[3] = 0
+    weight = drawn(device, size, dtype=dtype)
+    reader = Reader(block, swizzled, slots)
+    plain = device.rms_norm(x, weight, 1e-6)
+    found = device.rms_norm(x, weight, 1e-6, reader)
+    assert torch.equal(found, plain)
+    check(reader, found, block)
+    plain, total = device.add_rms_norm(x, residual, weight, 1e-6)
+    found, total_again = device.add_rms_norm(x, residual, weight, 1e-6, reader)
+    assert torch.equal(found, plain)
+    assert torch.equal(total, total_again)
+    check(reader, found, block)
+
+
+@DTYPES
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (5, 1)])
+@pytest.mark.parametrize(("dim", "swizzled"), [(32, False), (128, True), (128, False)])
+@pytest.mark.parametrize("contexts", [[400, 1], [1, 64, 65, 200, 130, 400]], ids=len)
+def test_attention_rounds_for_its_reader(device, dtype, heads, kv_heads, dim, swizzled, contexts):
+    """Rows of one chunk and of several, twice: the chunks are counted anew each time. Chunks of few
+    rows are added up by a kernel of its own."""
+    size = 64
+    blocks = [-(-context // size) for context in contexts]
+    order = torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(2)).split(blocks)
+    shape = sum(blocks), size, kv_heads, dim
+    cache = KVCache(*drawn(device, 2, *shape, dtype=dtype))
+    tables, sizes = [part.tolist() for part in order], (heads, kv_heads, dim)
+    batch = attention_batch(device, tables, [], contexts, sizes, size)
+    assert (batch.plan.first_items.diff() > 1).any()
+    reader = Reader(dim, swizzled, slots=64)
+    for seed in range(2):
+        queries = drawn(device, *[2] * seed, len(contexts), heads, dim, dtype=dtype).flatten(
+            0, seed
+        )
+        queries = queries[-len(contexts) :].contiguous()
+        plain = device.attention(queries, cache, batch, dim**-0.5)
+        found = device.attention(queries, cache, batch, dim**-0.5, reader)
+        assert torch.equal(found, plain)
+        check(reader, found.flatten(1), dim)
+        assert not batch.plan.arrivals.any()
+
+
+def test_attention_does_not_round_what_its_reader_cannot_use(device):
+    """Prompts, and blocks that are not heads."""
+    shape = (3, 64, 2, 32)
+    cache = KVCache(*drawn(device, 2, *shape, dtype=torch.float32))
+    for prefills, decodes, block in (([(5, 5)], [70], 32), ([], [5, 70], 64)):
+        batch = attention_batch(device, [[0], [1, 2]], prefills, decodes, (4, 2, 32), 64)
+        queries = drawn(device, 5 * len(prefills) + len(decodes), 4, 32, dtype=torch.float32)
+        reader = Reader(block, swizzled=False)
+        output = device.attention(queries, cache, batch, 0.2, reader)
+        assert reader.take(output.flatten(1)) is None
+
+
+@pytest.mark.parametrize("tokens", [3, 40, 70])
+def test_operators_take_what_was_rounded_for_them(device, tokens, monkeypatch):
+    """And round nothing themselves; but do if they are called with something else."""
+    weights = packed_matrix(3, 48, 64, dtype=torch.bfloat16)
+    linear = device.linear(moved(weights, device.torch_device))
+    pair, down = (packed_matrix(seed, 4, *shape) for seed, shape in ((1, (64, 64)), (2, (64, 32))))
+    experts = device.experts(
+        ExpertWeights(moved(pair, device.torch_device), moved(down, device.torch_device))
+    )
+    ids = torch.arange(tokens * 2, device=device.torch_device, dtype=torch.int32).view(-1, 2) % 4
+    shares = torch.full((tokens, 2), 0.5, device=device.torch_device)
+    calls = [(linear, ())]
+    if tokens > 16:
+        calls.append((experts, (ids, shares)))
+    for operator, rest in calls:
+        x = drawn(device, tokens, 64, dtype=torch.bfloat16)
+        expected, other = operator(x, *rest), operator(-x, *rest)
+        count = counted(monkeypatch)
+        normed = device.rms_norm(x, torch.ones_like(x[0]), 1e-6)
+        wanted = operator(normed, *rest)
+        before = len(count)
+        normed = device.rms_norm(x, torch.ones_like(x[0]), 1e-6, operator)
+        assert torch.equal(operator(normed, *rest), wanted)
+        assert len(count) == before + (before - 1)  # one less than without
+        assert torch.equal(operator(x, *rest), expected)
+        device.rms_norm(x, torch.ones_like(x[0]), 1e-6, operator)
+        assert torch.equal(operator(-x, *rest), other)
+        monkeypatch.undo()
+
+
+def counted(monkeypatch):
+    """A list that grows whenever an operator rounds rows."""
+    rounding, calls = fp8.quantize, []
+
+    def counting(*args):
+        calls.append(args)
+        return rounding(*args)
+
+    for module in (fp8, experts_fp8):
+        monkeypatch.setattr(module, "quantize", counting)
+    return calls
+
+
+def test_a_matrix_with_padding_rounds_its_own_input(device):
+    weights = packed_matrix(3, 48, 80, offset=16, dtype=torch.bfloat16)
+    operator = device.linear(moved(weights, device.torch_device))
+    assert isinstance(operator, TritonFp8Linear)
+    x = drawn(device, 40, 80, dtype=torch.bfloat16)
+    assert memory_for(operator, x) is None
+    assert memory_for(None, x) is None
