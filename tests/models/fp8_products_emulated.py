@@ -46,6 +46,7 @@ class EmulatedKernels:
 
     def __init__(self, processors: int, edits: tuple[tuple[str, str], ...] = ()) -> None:
         self.processors, self.edits, self.seed = processors, edits, 0
+        self.clusters = tuple(processors // size for size in range(1, 9))
         self.ran: list[Variant] = []
 
     def multiply(self, variant: Variant, args: Args, blocks: int) -> None:

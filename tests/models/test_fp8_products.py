@@ -77,40 +77,32 @@ def multiplied(kernels, tokens, outputs, inputs, offset, group, bias=True):
     return found, expected, weights, x
 
 
-def divided(variant, tokens, outputs, blocks_of_inputs, units, processors):
+def divided(variant, tokens, outputs, cluster, processors=99):
     row_tiles = -(-tokens // variant.tokens)
     output_tiles = -(-outputs // variant.outputs)
     tiles = row_tiles * output_tiles
-    blocks = -(-tiles * blocks_of_inputs // units) if units else min(processors, tiles)
-    return Division(variant, row_tiles, output_tiles, units, blocks)
+    blocks = cluster * tiles if cluster > 1 else min(processors, tiles)
+    return Division(variant, row_tiles, output_tiles, cluster, blocks)
 
 
 @pytest.mark.parametrize(
-    ("variant", "tokens", "outputs", "inputs", "offset", "group", "units", "processors"),
+    ("variant", "tokens", "outputs", "inputs", "offset", "group", "cluster", "processors"),
     [
-        (Variant("LINEAR", 64, 1), 30, 48, 200, 0, 64, 0, 2),
-        (Variant("LINEAR", 64, 1), 70, 144, 384, 64, 128, 2, 9),
-        (Variant("LINEAR", 64, 1), 67, 128, 4608, 0, 128, 15, 5),  # more than 32 blocks of inputs
-        (
-            Variant("LINEAR", 64, 1),
-            9,
-            300 - 12,
-            640,
-            0,
-            64,
-            2,
-            9,
-        ),  # parts that neither begin nor end
-        (Variant("LINEAR", 128, 1), 130, 128, 256, 0, 128, 0, 1),
-        (Variant("LINEAR", 128, 1), 20, 144, 384, 0, 64, 1, 6),
-        (Variant("LINEAR", 128, 2), 140, 272, 256, 0, 64, 3, 4),
-        (Variant("LINEAR", 192, 1), 200, 160, 256, 0, 64, 1, 6),
+        (Variant("LINEAR", 64, 1), 30, 48, 200, 0, 64, 1, 2),
+        (Variant("LINEAR", 64, 1), 70, 144, 384, 64, 128, 2, 8),
+        (Variant("LINEAR", 64, 1), 67, 128, 9216, 0, 128, 2, 4),  # more than 32 blocks of inputs
+        (Variant("LINEAR", 64, 1), 9, 300 - 12, 640, 0, 64, 3, 9),  # unequal parts
+        (Variant("LINEAR", 64, 1), 33, 136, 1024, 0, 64, 8, 16),
+        (Variant("LINEAR", 128, 1), 130, 128, 256, 0, 128, 1, 1),
+        (Variant("LINEAR", 128, 1), 20, 144, 384, 0, 64, 3, 6),
+        (Variant("LINEAR", 128, 2), 140, 272, 256, 0, 64, 2, 8),
+        (Variant("LINEAR", 192, 1), 200, 160, 256, 0, 64, 2, 8),
     ],
 )
 def test_products(
-    emulated, monkeypatch, variant, tokens, outputs, inputs, offset, group, units, processors
+    emulated, monkeypatch, variant, tokens, outputs, inputs, offset, group, cluster, processors
 ):
-    division = divided(variant, tokens, outputs, -(-(inputs + offset) // 128), units, processors)
+    division = divided(variant, tokens, outputs, cluster, processors)
     monkeypatch.setattr(linear, "choose_division", lambda *_: division)
     monkeypatch.setattr(linear, "TRITON_MAX_ROWS", 0)
     kernels = emulated(processors)
@@ -165,24 +157,26 @@ def test_experts(emulated, monkeypatch, tokens, experts, chosen, hidden, inner, 
 
 
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("old", "new", "cluster"),
     [
-        later("ring.wait_empty();", ""),
-        ("barrier_passed(full + 8 * at, parity)", "true"),
-        later("shuffle(held[m][p], turn)", "shuffle(held[m][p], 0)"),
-        later("block * a.units <= begin", "true"),
-        ("(a.arrivals + tile.number, 1) == blocks - 1", "(a.arrivals + tile.number, 1) == blocks"),
-        later("a.arrivals[tile.number] = 0;", ";"),
-        later("(lane / 2 ^ slot % 8)", "(lane / 2)"),
-        later("output + 3 < outputs && ((long)y & 7) == 0", "true"),
+        later("ring.wait_empty();", "", 2),
+        ("barrier_passed(full + 8 * at, parity)", "true", 2),
+        later("shuffle(held[m][p], turn)", "shuffle(held[m][p], 0)", 2),
+        ("  sync_cluster<THREADS>(a.cluster);\n#pragma", "#pragma", 2),
+        later("  sync_cluster<THREADS>(a.cluster);  // other", "  // other", 2),
+        later("a.blocks * (rank + 1) / a.cluster", "a.blocks * rank / a.cluster + 7", 2),
+        later("get_cluster16(mine + n * THREADS * 16, block)", "get_cluster16(mine + n, rank)", 2),
+        later("(lane / 2 ^ slot % 8)", "(lane / 2)", 2),
+        later("output + 1 < outputs && ((long)y & 3) == 0", "true", 2),
+        later("output + 3 < outputs && ((long)y & 7) == 0", "true", 1),
     ],
 )
-def test_planted_bugs_of_products_are_found(emulated, monkeypatch, old, new):
+def test_planted_bugs_of_products_are_found(emulated, monkeypatch, old, new, cluster):
     """Two divided products of a matrix that ends inside a tile."""
     variant = Variant("LINEAR", 64, 1)
-    division = divided(variant, 70, 144, 40, 36, 5)
+    division = divided(variant, 70, 144, cluster)
     monkeypatch.setattr(linear, "choose_division", lambda *_: division)
-    kernels = emulated(5, ((old, new),))
+    kernels = emulated(8, ((old, new),))
     weights = packed_matrix(7, 144, 5120, block=128, group=64, dtype=torch.bfloat16)
     x = torch.randn(70, 5120, generator=torch.Generator().manual_seed(1)).bfloat16()
     whole = dataclasses.replace(weights, dtype=torch.float32).dequantize().double()
@@ -223,7 +217,7 @@ def test_mlp(emulated, monkeypatch, tokens, rows):
     """The tiles of the second product may have a different number of rows."""
     first, second = Variant("SWIGLU", rows, 2), Variant("LINEAR", 192, 1)
     monkeypatch.setattr(mlp, "choose_swiglu_variant", lambda *_: first)
-    division = divided(second, tokens, 144, 2, 1, 4)
+    division = divided(second, tokens, 144, 2)
     monkeypatch.setattr(linear, "choose_division", lambda *_: division)
     kernels = emulated(4)
     assert are_near(*ran_mlp(kernels, tokens, 144, 256))
@@ -258,13 +252,30 @@ def test_a_group_may_read_the_sizes_of_a_tile_late(emulated, monkeypatch):
     """Tiles of two stages, which the ring does not hold back."""
     first, second = Variant("SWIGLU", 64, 2), Variant("LINEAR", 64, 1)
     monkeypatch.setattr(mlp, "choose_swiglu_variant", lambda *_: first)
-    monkeypatch.setattr(linear, "choose_division", lambda *_: divided(second, 20, 256, 4, 0, 1))
+    monkeypatch.setattr(linear, "choose_division", lambda *_: divided(second, 20, 256, 1, 1))
     read = "  return float2{get_shared_float(address_of(shared + row))"
     late = "  if (thread_index() >= 256) for (int i = 0; i < 300; ++i) sync_warp();\n"
     barrier = "  sync_consumers<THREADS>();  // the other group"
     for edits, good in (((), True), (((barrier, "  //"),), False)):
         kernels = emulated(1, ((read, late + read), *edits))
         assert are_near(*ran_mlp(kernels, 20, 256, 512)) == good
+
+
+def test_a_group_may_read_the_last_stage_late(emulated, monkeypatch):
+    """When the other group already stores sums for the cluster."""
+    division = divided(Variant("LINEAR", 64, 1), 40, 128, cluster=2)
+    monkeypatch.setattr(linear, "choose_division", lambda *_: division)
+    read = "  begin_products();\n"
+    late = "  if (thread_index() >= 256) for (int i = 0; i < 300; ++i) sync_warp();\n"
+    barrier = "  sync_consumers<THREADS>();  // other groups"
+    for edits, good in (((), True), (((barrier, "  //"),), False)):
+        kernels = emulated(2, ((read, late + read), *edits))
+        found, expected, weights, x = multiplied(kernels, 40, 128, 512, 0, 128)
+        try:
+            assert_near(found, expected, weights, x)
+            assert good
+        except AssertionError:
+            assert not good
 
 
 @pytest.mark.parametrize(
@@ -301,24 +312,31 @@ def test_kernels_fit_into_a_multiprocessor():
         assert variant.shared_bytes <= SHARED_LIMIT
 
 
-@pytest.mark.parametrize("processors", [1, 114, 132])
-def test_every_division_covers_its_product(processors):
+H200 = 132, 66, 44, 32, 24, 22, 18, 16
+"""Clusters of each size that run at the same time, roughly."""
+
+
+@pytest.mark.parametrize("clusters", [(1, 0, 0, 0, 0, 0, 0, 0), (114, 57, 36, 26, 0), H200])
+def test_every_division_covers_its_product(clusters):
+    chosen = set()
     for rows, outputs, inputs in itertools.product(
         (1, 64, 65, 128, 129, 256, 700, 4096), (16, 128, 144, 4096, 24576), (1, 3, 16, 96)
     ):
-        division = choose_division(rows, outputs, inputs, processors)
+        division = choose_division(rows, outputs, inputs, clusters)
         variant, tiles = division.variant, division.row_tiles * division.output_tiles
         assert variant in VARIANTS
         assert (
             (division.row_tiles - 1) * variant.tokens < rows <= division.row_tiles * variant.tokens
         )
         assert division.output_tiles == -(-outputs // variant.outputs)
-        assert 1 <= division.blocks <= processors
-        if division.units:
-            # Counters are as many as multiprocessors, and no block is without work.
-            assert tiles < processors
-            assert (division.blocks - 1) * division.units < tiles * inputs
-            assert tiles * inputs <= division.blocks * division.units
+        assert 1 <= division.blocks <= clusters[0]
+        chosen.add(division.cluster)
+        if division.cluster > 1:
+            # All clusters run at once, and no block is without a stage.
+            assert division.blocks == tiles * division.cluster
+            assert tiles <= clusters[division.cluster - 1]
+            assert division.cluster <= inputs
+    assert len(chosen) >= 3 or clusters[1] == 0
 
 
 @pytest.mark.parametrize(
@@ -328,15 +346,16 @@ def test_every_division_covers_its_product(processors):
         (64, 12288, 64),
         (65, 12288, 128),
         (4096, 12288, 128),
+        (256, 12288, 128),
+        (64, 6144, 64),
         # Ranks of 8B that share the gates: too few tiles.
-        (64, 6144, None),
         (128, 6144, None),
         (128, 1536, None),
         (4096, 1536, 128),
     ],
 )
 def test_swiglu_is_part_of_products_that_have_enough_tiles(rows, inner, tokens):
-    variant = choose_swiglu_variant(rows, inner, 32, 132)
+    variant = choose_swiglu_variant(rows, inner, 32, H200)
     assert variant == (tokens and Variant("SWIGLU", tokens, 2))
 
 

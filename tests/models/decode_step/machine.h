@@ -37,7 +37,7 @@ struct Block {
   u8* shared;
   std::vector<float> unrounded;
   std::vector<Warp> warps;
-  Meeting whole, consumers;
+  Meeting whole, consumers, cluster;
   int threads;
 };
 struct Fiber {
@@ -71,6 +71,7 @@ static void yield() { change_stack(&now->stack, home); }
 DEVICE int thread_index() { return now->thread; }
 DEVICE int block_index() { return now->block_index; }
 static int blocks_in_all;
+static int cluster_blocks();
 DEVICE int block_count() { return blocks_in_all; }
 static void meet(Meeting& m, int threads) {
   const int round = m.round;
@@ -82,6 +83,12 @@ static void meet(Meeting& m, int threads) {
 }
 DEVICE void sync_block() { meet(now->block->whole, now->block->threads); }
 template <int THREADS> DEVICE void sync_consumers() { meet(now->block->consumers, THREADS); }
+// Clusters are consecutive blocks.
+static Block* block_of_cluster(int block) { return now->block - now->block_index % cluster_blocks() + block; }
+template <int THREADS> DEVICE void sync_cluster(int blocks) {
+  if (blocks != cluster_blocks()) abort();
+  meet(block_of_cluster(0)->cluster, blocks * THREADS);
+}
 template <int COUNT> DEVICE void more_registers() {}
 template <int COUNT> DEVICE void fewer_registers() {}
 
@@ -159,6 +166,10 @@ DEVICE float get_shared_float(u32 at) {
   return v;
 }
 DEVICE void put_shared16(u32 at, uint4 v) { memcpy(now->block->shared + at, &v, 16); }
+DEVICE uint4 get_cluster16(u32 at, int block) {
+  yield();
+  return load16(block_of_cluster(block)->shared + at);
+}
 DEVICE int get_shared4(const int* p) { return *p; }
 DEVICE void put_shared4(int* p, int v) { *p = v; }
 

@@ -4,6 +4,7 @@ context."""
 from __future__ import annotations
 
 import ctypes
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -96,19 +97,45 @@ class Kernel:
         overlapping.value.programmaticStreamSerializationAllowed = 1
         self._config = _launch_config(blocks, threads, shared_bytes, [])
         self._overlapping = _launch_config(blocks, threads, shared_bytes, [overlapping])
+        self._new_config = functools.partial(_launch_config, blocks, threads, shared_bytes)
+        self._attributes = [overlapping]
+        self._clustered: dict[int, Any] = {}
         self._cooperative = _launch_config(blocks, threads, shared_bytes, [cooperative])
 
-    def launch(self, args: ctypes.Structure, blocks: int, overlaps: bool = False) -> None:
+    def launch(
+        self, args: ctypes.Structure, blocks: int, overlaps: bool = False, cluster: int = 1
+    ) -> None:
         """Queue the kernel with `blocks` thread blocks on the current stream. The launch can be
         captured in a graph.
 
         If `overlaps` is True, the blocks may start before the previous kernel has ended, and wait
-        for it by themselves (programmatic dependent launch). Raises `DriverError` if the launch
-        fails.
+        for it by themselves (programmatic dependent launch). If `cluster` is not 1, they do, and
+        every `cluster` blocks run at the same time and can read each other's shared memory. Raises
+        `DriverError` if the launch fails.
         """
         config = self._overlapping if overlaps else self._config
+        if cluster > 1:
+            config = self._config_of(cluster)
         config.gridDimX = blocks
         self._queue(config, args)
+
+    def max_clusters(self, cluster: int) -> int:
+        """Return the number of clusters of `cluster` blocks that can run at the same time. Raises
+        `DriverError` if the driver call fails."""
+        config = self._config_of(cluster)
+        config.gridDimX = cluster
+        return int(_check(_driver().cuOccupancyMaxActiveClusters(self._function, config)))
+
+    def _config_of(self, cluster: int) -> Any:
+        """Return the launch configuration for clusters of `cluster` blocks."""
+        if cluster not in self._clustered:
+            driver = _driver()
+            dimension = driver.CUlaunchAttribute()
+            dimension.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+            size = dimension.value.clusterDim
+            size.x, size.y, size.z = cluster, 1, 1
+            self._clustered[cluster] = self._new_config([*self._attributes, dimension])
+        return self._clustered[cluster]
 
     def launch_cooperative(self, args: ctypes.Structure) -> None:
         """Queue a cooperative launch, in which all blocks run at the same time, on the current

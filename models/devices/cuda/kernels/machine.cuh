@@ -21,6 +21,11 @@ DEVICE void sync_warp() { __syncwarp(); }
 template <int THREADS> DEVICE void sync_consumers() {
   asm volatile("bar.sync 1, %0;" ::"n"(THREADS) : "memory");
 }
+// Waits for the consumer warps of all blocks of the cluster, whose other threads end by themselves.
+template <int THREADS> DEVICE void sync_cluster(int blocks) {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 template <int COUNT> DEVICE void more_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT));
 }
@@ -121,6 +126,13 @@ DEVICE float get_shared_float(u32 at) {
 }
 DEVICE void put_shared16(u32 at, uint4 v) {
   asm volatile("st.shared.v4.u32 [%0], {%1,%2,%3,%4};" ::"r"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+// Reads the shared memory of a block of the cluster.
+DEVICE uint4 get_cluster16(u32 at, int block) {
+  uint4 v;
+  asm volatile("{ .reg .b32 a; mapa.shared::cluster.u32 a, %4, %5; ld.shared::cluster.v4.u32 {%0,%1,%2,%3}, [a]; }"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(at), "r"(block) : "memory");
+  return v;
 }
 DEVICE int get_shared4(const int* p) { return *(const volatile int*)p; }
 DEVICE void put_shared4(int* p, int v) { *(volatile int*)p = v; }

@@ -20,6 +20,7 @@ from nanoactor.models.devices.cuda.kernels.fp8 import Packed
 from nanoactor.models.devices.cuda.kernels.fp8_products.variants import (
     AT_ONCE,
     BLOCK,
+    MAX_CLUSTER,
     ROUNDING,
     ROUNDING_THREADS,
     VARIANTS,
@@ -43,10 +44,10 @@ class Args(ctypes.Structure):
         ("weight", ctypes.c_ubyte * MAP_BYTES),
         *((name, ctypes.c_void_p) for name in (
             "scales", "rows", "row_scales", "bias", "y", "y_scales", "owners", "used", "pairs",
-            "shares", "parts", "arrivals",
+            "shares",
         )),
         *((name, ctypes.c_int) for name in (
-            "slots", "count", "outputs", "group", "blocks", "row_tiles", "output_tiles", "units",
+            "slots", "count", "outputs", "group", "blocks", "row_tiles", "output_tiles", "cluster",
         )),
     )  # fmt: skip
 
@@ -65,6 +66,10 @@ class RoundArgs(ctypes.Structure):
 class Kernels:
     """All FP8 product kernels, loaded on the current device."""
 
+    clusters: tuple[int, ...]
+    """Number of clusters of 1, 2, ... `MAX_CLUSTER` thread blocks of a product that can run at the
+    same time."""
+
     def __init__(self) -> None:
         """Load the kernels from disk, or compile them. Raises `CompileError` or `DriverError` if
         that fails."""
@@ -78,11 +83,19 @@ class Kernels:
             for variant in VARIANTS
         }
         self._rounding = module.kernel(ROUNDING, self.processors, ROUNDING_THREADS, 0)
+        linear = self._variants[Variant("LINEAR", 64, 1)]
+        self.clusters = (
+            self.processors,
+            *(linear.max_clusters(size) for size in range(2, MAX_CLUSTER + 1)),
+        )
 
     def multiply(self, variant: Variant, args: Args, blocks: int) -> None:
-        """Queue a product. Its thread blocks may start before the previous kernel has ended. Raises
-        `DriverError` if the launch fails."""
-        self._variants[variant].launch(args, blocks, overlaps=True)
+        """Queue a product with `blocks` thread blocks, in clusters of `args.cluster`.
+
+        They may start before the previous kernel has ended. Raises `DriverError` if the launch
+        fails.
+        """
+        self._variants[variant].launch(args, blocks, overlaps=True, cluster=args.cluster)
 
     def round(self, args: RoundArgs) -> None:
         """Queue the rounding of activations to e4m3. As in `multiply`, its thread blocks may start
@@ -152,6 +165,7 @@ def arguments_of(
         group=matrix.packed.group,
         blocks=matrix.blocks,
         row_tiles=row_tiles,
+        cluster=1,
         output_tiles=-(-matrix.outputs // (variant.outputs * (1 + (variant.epilogue == "SWIGLU")))),
     )
     ctypes.memmove(args.weight, matrix.map, MAP_BYTES)

@@ -50,14 +50,11 @@ class HopperFp8Linear(TritonFp8Linear):
         super().__init__(weights)
         self.kernels = kernels
         self.kernel_matrix = Matrix(self._packed)
-        device = self._packed.weight.device
-        # Zero between products, which follow each other on one stream.
-        self._arrivals = torch.zeros(kernels.processors, dtype=torch.int32, device=device)
 
     def division(self, rows: int) -> Division:
         """Return the division of the product with `rows` rows among thread blocks."""
         matrix = self.kernel_matrix
-        return choose_division(rows, matrix.outputs, matrix.blocks, self.kernels.processors)
+        return choose_division(rows, matrix.outputs, matrix.blocks, self.kernels.clusters)
 
     def multiply(self, rows: Rows, division: Division, y: torch.Tensor) -> None:
         """Write the product of rounded rows to `y`, bfloat16 (tokens, outputs). Raises
@@ -65,11 +62,7 @@ class HopperFp8Linear(TritonFp8Linear):
         variant = division.variant
         args = arguments_of(self.kernel_matrix, variant, rows, division.row_tiles, y, len(y))
         args.bias = None if self.bias is None else self.bias.data_ptr()
-        args.units = division.units
-        if division.units:
-            size = 2, 128 * variant.halves, variant.tokens
-            parts = torch.empty(division.blocks, *size, dtype=torch.float32, device=y.device)
-            args.parts, args.arrivals = parts.data_ptr(), self._arrivals.data_ptr()
+        args.cluster = division.cluster
         self.kernels.multiply(variant, args, division.blocks)
 
     def memory_for(self, x: torch.Tensor) -> Rows | None:

@@ -87,8 +87,8 @@ class HopperMLP(RoundingOperator):
         """Return the variant of the first product, or None if separate operators are faster."""
         if x.dtype != torch.bfloat16 or len(x) <= TRITON_MAX_MLP_ROWS:
             return None
-        matrix, processors = self._gate_up.kernel_matrix, self._gate_up.kernels.processors
-        return choose_swiglu_variant(len(x), matrix.outputs // 2, matrix.blocks, processors)
+        matrix, clusters = self._gate_up.kernel_matrix, self._gate_up.kernels.clusters
+        return choose_swiglu_variant(len(x), matrix.outputs // 2, matrix.blocks, clusters)
 
     @staticmethod
     def _slots(rows: int, variant: Variant, division: Division) -> int:

@@ -33,53 +33,48 @@ struct Args {
   const int* used;         // number of tiles of rows, with `owners`
   const int* pairs;        // token-expert pair of each slot, with WEIGHTED
   const float* shares;     // share of each pair, with WEIGHTED
-  uint4* parts;            // sums of tiles that several blocks compute, two parts per block
-  u32* arrivals;           // number of blocks that have stored their part of each such tile; zero between products
   int slots;               // number of rows, including those that pad the last tile
   int count;               // number of rows that are stored, or of pairs with WEIGHTED
   int outputs;             // outputs of a matrix
   int group;               // number of outputs that share a scale
   int blocks;              // blocks of inputs
   int row_tiles, output_tiles;
-  int units;               // number of stages of a block, or 0 for whole tiles in turn
+  int cluster;             // number of blocks that share a tile
 };
 
 // -- a block's work -----------------------------------------------------------------------------
-// With `units` (stream-K), all stages of all tiles are divided evenly: a block has the stages from `block * units`
-// on, and may begin or end inside a tile. Otherwise, tile i of a block is tile `block + i * blocks`. Tiles of the
-// same outputs are consecutive, so that weights are read from memory once.
+// Tile i of a block is tile `block + i * blocks`. If the blocks of a cluster share a tile, each of them has a part of its
+// stages, and they have no other tile. Tiles of the same outputs are consecutive, so that weights are read from memory
+// once.
 
 struct Tile {
-  int number, rows, outputs;  // index, first slot and first output
-  int begin, end;             // blocks of inputs
+  int rows, outputs;  // first slot and first output
+  int begin, end;     // blocks of inputs
   int expert;
-
-  // Whether other blocks compute a part of the tile, too.
-  DEVICE bool is_part(const Args& a) const { return end - begin < a.blocks; }
 };
 
+// The index of the block in its cluster.
+DEVICE int rank_of(const Args& a) { return block_index() % a.cluster; }
+
 struct TileScheduler {
-  int at, stop, row_tiles, step;
+  int number, count, row_tiles;
 
   DEVICE explicit TileScheduler(const Args& a) {
     row_tiles = a.used ? *a.used : a.row_tiles;
-    step = block_count() * a.blocks;
-    const int all = row_tiles * a.output_tiles * a.blocks;
-    at = block_index() * (a.units ? a.units : a.blocks);
-    stop = a.units && at + a.units < all ? at + a.units : all;
+    count = row_tiles * a.output_tiles;
+    number = block_index() / a.cluster;
   }
 
   // Returns false if no tile is left.
   template <int TOKENS, int OUTPUTS> DEVICE bool next(const Args& a, Tile& tile) {
-    if (at >= stop) return false;
-    tile.number = at / a.blocks;
-    tile.begin = at - tile.number * a.blocks;
-    tile.end = tile.begin + stop - at < a.blocks ? tile.begin + stop - at : a.blocks;
-    at += a.units ? tile.end - tile.begin : step;
-    const int row_tile = tile.number % row_tiles;
+    if (number >= count) return false;
+    const int row_tile = number % row_tiles, rank = rank_of(a);
     tile.rows = row_tile * TOKENS;
-    tile.outputs = tile.number / row_tiles * OUTPUTS;
+    tile.outputs = number / row_tiles * OUTPUTS;
+    tile.begin = a.blocks * rank / a.cluster;
+    tile.end = a.blocks * (rank + 1) / a.cluster;
     tile.expert = a.owners ? a.owners[row_tile] : 0;
+    number += block_count() / a.cluster;
     return true;
   }
 };
@@ -165,7 +160,7 @@ template <int TOKENS, int HALVES, int STAGES, int EPILOGUE> struct Producer {
     const int filled = tile.end - tile.begin < EARLY ? tile.end : tile.begin + EARLY;
     for (int b = tile.begin; b < filled; ++b, early.next()) copy_weights(early, tile, b);
     await_previous();
-    if (!a.units) allow_next();  // parts arrive later beside blocks of the next kernel
+    if (a.cluster == 1) allow_next();
     for (int b = tile.begin; b < filled; ++b, ring.next()) copy_activations(ring, tile, b);
     int begin = filled;  // of the first tile; -1 for the others
     do {
@@ -176,6 +171,7 @@ template <int TOKENS, int HALVES, int STAGES, int EPILOGUE> struct Producer {
       }
       begin = -1;
     } while (scheduler.template next<TOKENS, OUTPUTS>(a, tile));
+    if (a.cluster > 1) allow_next();  // which would compete for memory before
   }
 };
 
@@ -293,68 +289,6 @@ DEVICE void add_up(const Args& a, const Tile& tile, Ring<TOKENS, HALVES, STAGES>
   }
 }
 
-// -- tiles that several blocks compute ------------------------------------------------------------
-// Every block stores its part of the sums, in float32, and the last one to do so adds all parts, in the order of the
-// blocks. No block waits for another: if two kernels of this kind ran at the same time, each with half of the
-// multiprocessors, blocks that wait would wait forever.
-
-// Returns a block's part of a tile. A block may have two: one that begins with its tile, and one
-// that does not.
-template <int TOKENS, int HALVES> DEVICE uint4* part_of(const Args& a, int block, bool whole_beginning) {
-  using Group = Groups<TOKENS>;
-  return a.parts + (long)(2 * block + whole_beginning) * HALVES * (Group::OUTPUTS / 8) * Group::THREADS + thread_index() - 128;
-}
-
-// Stores this block's part of a tile. Returns whether all other parts are stored, too. `word` is the offset of a word
-// in shared memory.
-template <int TOKENS, int HALVES>
-DEVICE bool store_part(const Args& a, const Tile& tile, int blocks, u32 word, const float (&sums)[HALVES][Groups<TOKENS>::OUTPUTS / 2]) {
-  constexpr int THREADS = Groups<TOKENS>::THREADS, FOURS = Groups<TOKENS>::OUTPUTS / 8;
-  uint4* part = part_of<TOKENS, HALVES>(a, block_index(), tile.begin == 0);
-#pragma unroll
-  for (int m = 0; m < HALVES; ++m)
-#pragma unroll
-    for (int i = 0; i < FOURS; ++i) {
-      const float* four = sums[m] + 4 * i;
-      put16(part + (m * FOURS + i) * THREADS, uint4{bits_of(four[0]), bits_of(four[1]), bits_of(four[2]), bits_of(four[3])});
-    }
-  int* is_last = (int*)(dynamic_shared() + word);
-  sync_consumers<THREADS>();
-  if (thread_index() == 128) {
-    put_shared4(is_last, add_acquire_release(a.arrivals + tile.number, 1) == blocks - 1);
-    if (get_shared4(is_last)) a.arrivals[tile.number] = 0;
-  }
-  sync_consumers<THREADS>();
-  return get_shared4(is_last);
-}
-
-// Stores this block's part of a tile. If it is the last one, replaces the sums by those of all parts and returns true.
-template <int TOKENS, int HALVES>
-DEVICE bool reduce_parts(const Args& a, const Tile& tile, u32 word, float (&sums)[HALVES][Groups<TOKENS>::OUTPUTS / 2]) {
-  constexpr int THREADS = Groups<TOKENS>::THREADS, FOURS = Groups<TOKENS>::OUTPUTS / 8;
-  const int begin = tile.number * a.blocks, first = begin / a.units, last = (begin + a.blocks - 1) / a.units;
-  if (!store_part<TOKENS, HALVES>(a, tile, last - first + 1, word, sums)) return false;
-#pragma unroll
-  for (int m = 0; m < HALVES; ++m)
-#pragma unroll
-    for (int i = 0; i < 4 * FOURS; ++i) sums[m][i] = 0.f;
-#pragma unroll 1
-  for (int block = first; block <= last; ++block) {
-    const uint4* part = part_of<TOKENS, HALVES>(a, block, block * a.units <= begin);
-#pragma unroll
-    for (int m = 0; m < HALVES; ++m)
-#pragma unroll
-      for (int i = 0; i < FOURS; ++i) {
-        const uint4 four = get16(part + (m * FOURS + i) * THREADS);
-        sums[m][4 * i] += from_bits(four.x);
-        sums[m][4 * i + 1] += from_bits(four.y);
-        sums[m][4 * i + 2] += from_bits(four.z);
-        sums[m][4 * i + 3] += from_bits(four.w);
-      }
-  }
-  return true;
-}
-
 // -- epilogues ----------------------------------------------------------------------------------
 
 // Stores four outputs of one row if they are inside the matrix.
@@ -423,6 +357,61 @@ template <int EPILOGUE> DEVICE void store_sixteen(const Args& a, const Places& p
   }
 }
 
+// -- tiles that a cluster of blocks computes -------------------------------------------------------
+// Each block stores its sums in its shared memory, and then adds up a part of the outputs from the memory of all
+// blocks, in their order. Blocks of a cluster run at the same time, so they may wait for each other.
+
+// Stores two neighboring outputs of one row if they are inside the matrix.
+DEVICE void store_two(u16* y, u32 two, int output, int outputs) {
+  if (output + 1 < outputs && ((long)y & 3) == 0)
+    *(u32*)y = two;
+  else
+#pragma unroll
+    for (int n = 0; n < 2; ++n)
+      if (output + n < outputs) y[n] = (u16)(two >> n * 16);
+}
+
+// Stores a part of the cluster's tile. `memory` is the shared address of this block's ring, which is not used any more.
+template <int TOKENS, int HALVES>
+DEVICE void reduce_and_store(const Args& a, const Tile& tile, u32 memory, const float (&sums)[HALVES][Groups<TOKENS>::OUTPUTS / 2]) {
+  using Group = Groups<TOKENS>;
+  constexpr int THREADS = Group::THREADS, FOURS = Group::OUTPUTS / 8, MOST = 8;
+  const int rank = rank_of(a);
+  const u32 mine = memory + (thread_index() - 128) * 16;
+  sync_consumers<THREADS>();  // other groups may still read the last stage
+#pragma unroll
+  for (int n = 0; n < HALVES * FOURS; ++n) {
+    const float* four = sums[n / FOURS] + n % FOURS * 4;
+    put_shared16(mine + n * THREADS * 16, uint4{bits_of(four[0]), bits_of(four[1]), bits_of(four[2]), bits_of(four[3])});
+  }
+  sync_cluster<THREADS>(a.cluster);
+#pragma unroll 1
+  for (int n = HALVES * FOURS * rank / a.cluster; n < HALVES * FOURS * (rank + 1) / a.cluster; ++n) {
+    uint4 parts[MOST];
+#pragma unroll
+    for (int block = 0; block < MOST; ++block)
+      if (block < a.cluster) parts[block] = get_cluster16(mine + n * THREADS * 16, block);
+    float four[4]{0.f, 0.f, 0.f, 0.f};
+#pragma unroll
+    for (int block = 0; block < MOST; ++block)
+      if (block < a.cluster) {
+        four[0] += from_bits(parts[block].x);
+        four[1] += from_bits(parts[block].y);
+        four[2] += from_bits(parts[block].z);
+        four[3] += from_bits(parts[block].w);
+      }
+    const int first = half_of<LINEAR>(a, tile, n / FOURS) + Group::first_output();
+    const int output = first + n % FOURS * 8 + thread_index() % 4 * 2;
+    const float low = bias_of<LINEAR>(a, output), high = bias_of<LINEAR>(a, output + 1);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int row = tile.rows + Group::row() + 8 * h;
+      if (row < a.count) store_two((u16*)a.y + (long)row * a.outputs + output, pack(four[2 * h] + low, four[2 * h + 1] + high), output, a.outputs);
+    }
+  }
+  sync_cluster<THREADS>(a.cluster);  // other blocks may still read this block's memory
+}
+
 // Returns the scale by which the largest number of a block becomes the largest e4m3 number.
 DEVICE float scale_of(float largest) { return greater(largest, LEAST) * (1.f / LARGEST); }
 DEVICE float rounded_to_bf16(float x) { return from_bits(pack(0.f, x)); }
@@ -487,7 +476,7 @@ DEVICE void store_swiglu(const Args& a, const Tile& tile, float (&gate)[COUNT], 
 }
 
 template <int TOKENS, int HALVES, int STAGES, int EPILOGUE>
-DEVICE void consume(const Args& a, Ring<TOKENS, HALVES, STAGES> ring, u32 sizes, u32 word) {
+DEVICE void consume(const Args& a, Ring<TOKENS, HALVES, STAGES> ring, u32 sizes) {
   using Group = Groups<TOKENS>;
   constexpr int OUTPUTS = EPILOGUE == SWIGLU ? 128 : 128 * HALVES;
   float sums[HALVES][Group::OUTPUTS / 2];
@@ -496,7 +485,7 @@ DEVICE void consume(const Args& a, Ring<TOKENS, HALVES, STAGES> ring, u32 sizes,
 #pragma unroll 1
   while (scheduler.template next<TOKENS, OUTPUTS>(a, tile)) {
     add_up<TOKENS, HALVES, STAGES, EPILOGUE>(a, tile, ring, sums);
-    if (EPILOGUE == LINEAR && tile.is_part(a) && !reduce_parts<TOKENS, HALVES>(a, tile, word, sums)) continue;
+    if (EPILOGUE == LINEAR && a.cluster > 1) return reduce_and_store<TOKENS, HALVES>(a, tile, ring.stages, sums);
     if constexpr (EPILOGUE == SWIGLU) {
       store_swiglu<TOKENS>(a, tile, sums[0], sums[HALVES - 1], sizes);
     } else {
@@ -534,7 +523,7 @@ template <int TOKENS, int HALVES, int STAGES, int EPILOGUE> DEVICE void run(cons
     if (thread_index() == 0) Producer<TOKENS, HALVES, STAGES, EPILOGUE>{a}.run(ring);
   } else {
     more_registers<TOKENS == 128 ? 232 : 160>();
-    consume<TOKENS, HALVES, STAGES, EPILOGUE>(a, ring, sizes, sizes + TOKENS * 4 + 16 * STAGES);
+    consume<TOKENS, HALVES, STAGES, EPILOGUE>(a, ring, sizes);
   }
 }
 

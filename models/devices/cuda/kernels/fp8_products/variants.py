@@ -32,9 +32,10 @@ SHARED_LIMIT = 228_352
 leaves room for blocks of the previous kernel."""
 _ALIGNMENT_BYTES = 1024
 _MAX_STAGES = 12
-_MIN_UNITS = 4
-"""Minimum number of stages (blocks of inputs of a tile) that a thread block computes, if the
-product has that many."""
+MAX_CLUSTER = 8
+"""Maximum number of thread blocks that share a tile. All GPUs support clusters of this size."""
+_MIN_STAGES = 2
+"""Minimum number of stages (blocks of inputs of a tile) of each block that shares a tile."""
 
 Epilogue = Literal["LINEAR", "SWIGLU", "WEIGHTED"]
 
@@ -100,20 +101,22 @@ class _Costs:
     stage: float
     """Time of a stage (a block of inputs of a tile) if few multiprocessors are busy."""
     contended_stage: float
-    """Time of a stage if all multiprocessors are busy, and share the memory's bandwidth."""
+    """Time of a stage if all multiprocessors read different weights, and share the memory's
+    bandwidth."""
     combine: float
-    """Time in which the parts of a tile are added, if several thread blocks compute them."""
+    """Time in which the sums of a tile are added, if several thread blocks share it and all
+    multiprocessors are busy."""
 
 
 _COSTS = {
-    Variant("LINEAR", 64, 1): _Costs(0.28, 0.47, 5.0),
-    Variant("LINEAR", 128, 1): _Costs(0.44, 0.52, 14.0),
-    Variant("LINEAR", 128, 2): _Costs(0.8, 1.0, 18.0),
-    Variant("LINEAR", 192, 1): _Costs(0.6, 0.7, 15.0),
+    Variant("LINEAR", 64, 1): _Costs(0.29, 0.49, 4.0),
+    Variant("LINEAR", 128, 1): _Costs(0.46, 0.52, 6.0),
+    Variant("LINEAR", 128, 2): _Costs(0.78, 1.0, 11.0),
+    Variant("LINEAR", 192, 1): _Costs(0.6, 0.7, 7.0),
 }
 _SWIGLU_COSTS = {
     Variant("SWIGLU", 64, 2): _Costs(0.5, 1.15, 0.0),
-    Variant("SWIGLU", 128, 2): _Costs(0.8, 1.0, 0.0),
+    Variant("SWIGLU", 128, 2): _Costs(0.8, 0.85, 0.0),
 }
 _LAUNCHES_COST = 4.0
 """Time in microseconds of starting the kernels of SwiGLU and of the rounding after it."""
@@ -156,9 +159,9 @@ class Division:
     variant: Variant
     row_tiles: int
     output_tiles: int
-    units: int
-    """Number of stages (blocks of inputs of a tile) that each thread block computes, if it may
-    start or end in the middle of a tile; 0 if it computes whole tiles."""
+    cluster: int
+    """Number of thread blocks that share a tile, each with a part of its stages (blocks of
+    inputs). If it is 1, each block computes whole tiles."""
     blocks: int
     """Number of thread blocks in the grid."""
 
@@ -169,52 +172,70 @@ class Division:
 
 
 @functools.lru_cache(4096)
-def choose_division(rows: int, outputs: int, inputs: int, processors: int) -> Division:
+def choose_division(rows: int, outputs: int, inputs: int, clusters: tuple[int, ...]) -> Division:
     """Return the division with the lowest estimated time.
 
-    The product has `rows` rows and a matrix of `outputs` outputs and `inputs` blocks of inputs. The
-    GPU has `processors` multiprocessors.
+    The product has `rows` rows and a matrix of `outputs` outputs and `inputs` blocks of inputs.
+    `clusters` contains the numbers of clusters of 1, 2, ... blocks that can run at the same time.
     """
-    return min(_options(rows, outputs, inputs, processors), key=lambda option: option[0])[1]
+    return min(_options(rows, outputs, inputs, clusters), key=lambda option: option[0])[1]
 
 
-def _whole_tiles_time(costs: _Costs, tiles: int, inputs: int, processors: int) -> float:
+def _stage_cost(variant: Variant, blocks: int, row_tiles: int, processors: int) -> float:
+    """Return the estimated time in microseconds of a stage if `blocks` blocks run."""
+    costs = (_COSTS | _SWIGLU_COSTS)[variant]
+    # The memory's bandwidth limits tiles of 64 rows, and blocks with other rows need no more of it
+    # if they read the same weights at about the same time. Larger tiles have other limits.
+    readers = min(blocks, 1.5 * blocks / row_tiles) if variant.tokens == 64 else blocks
+    return max(costs.stage, costs.contended_stage * readers / processors)
+
+
+def _whole_tiles_time(
+    variant: Variant, tiles: int, row_tiles: int, inputs: int, processors: int
+) -> float:
     """Return the estimated time in microseconds of a product whose blocks compute whole tiles."""
     blocks = min(processors, tiles)
-    stage_cost = max(costs.stage, costs.contended_stage * blocks / processors)
+    stage_cost = _stage_cost(variant, blocks, row_tiles, processors)
     return -(-tiles // processors) * inputs * stage_cost
 
 
 def _options(
-    rows: int, outputs: int, inputs: int, processors: int
+    rows: int, outputs: int, inputs: int, clusters: tuple[int, ...]
 ) -> Iterator[tuple[float, Division]]:
     """Yield the possible divisions and their estimated times in microseconds."""
+    processors = clusters[0]
     for variant, costs in _COSTS.items():
         row_tiles = -(-rows // variant.tokens)
         output_tiles = -(-outputs // variant.outputs)
         tiles = row_tiles * output_tiles
         blocks = min(processors, tiles)
-        time = _whole_tiles_time(costs, tiles, inputs, processors)
-        yield time, Division(variant, row_tiles, output_tiles, 0, blocks)
-        if tiles < processors:
-            units = max(-(-tiles * inputs // processors), min(_MIN_UNITS, inputs))
-            blocks = -(-tiles * inputs // units)
-            division = Division(variant, row_tiles, output_tiles, units, blocks)
-            yield units * costs.contended_stage + costs.combine, division
+        time = _whole_tiles_time(variant, tiles, row_tiles, inputs, processors)
+        yield time, Division(variant, row_tiles, output_tiles, 1, blocks)
+        for cluster in range(2, min(len(clusters), inputs // _MIN_STAGES) + 1):
+            if tiles > clusters[cluster - 1]:
+                break
+            blocks = cluster * tiles
+            time = -(-inputs // cluster) * _stage_cost(variant, blocks, row_tiles, processors)
+            time += costs.combine * blocks / processors
+            yield time, Division(variant, row_tiles, output_tiles, cluster, blocks)
 
 
 @functools.lru_cache(4096)
-def choose_swiglu_variant(rows: int, inner: int, inputs: int, processors: int) -> Variant | None:
+def choose_swiglu_variant(
+    rows: int, inner: int, inputs: int, clusters: tuple[int, ...]
+) -> Variant | None:
     """Return the variant for the gate and up product of a dense layer, or None if a product and
     separate kernels for SwiGLU and rounding are estimated to be faster.
 
-    There are `rows` rows, `inner` gates, and `inputs` blocks of inputs. With few gates, for example
-    with tensor parallelism, too few thread blocks would have a tile.
+    There are `rows` rows, `inner` gates, and `inputs` blocks of inputs; `clusters` is as in
+    `choose_division`. With few gates, for example with tensor parallelism, too few thread blocks
+    would have a tile.
     """
     variant = Variant("SWIGLU", 64 if rows <= 64 else 128, 2)
-    tiles = -(-rows // variant.tokens) * -(-inner // variant.outputs)
-    time = _whole_tiles_time(_SWIGLU_COSTS[variant], tiles, inputs, processors)
-    product_time = min(time for time, _ in _options(rows, 2 * inner, inputs, processors))
+    row_tiles = -(-rows // variant.tokens)
+    tiles = row_tiles * -(-inner // variant.outputs)
+    time = _whole_tiles_time(variant, tiles, row_tiles, inputs, clusters[0])
+    product_time = min(time for time, _ in _options(rows, 2 * inner, inputs, clusters))
     # Gates and ups are read, and their products written and read again, in 2 bytes, then rounded.
     copied_bytes = rows * inner * (2 * 2 + 2 + 2 + 1)
     separate_time = product_time + _LAUNCHES_COST + copied_bytes / _BYTES_PER_MICROSECOND
