@@ -3,7 +3,8 @@ launches that overlap.
 
     python bench/decode_profile.py --model 30b-a3b-fp8 --layers 8 --rows 8 64 256 --out results.json
 
-A kernel's own time includes its wait for the previous kernel where launches overlap.
+A kernel's own time (`us`) includes its wait for the previous kernel where launches overlap. `share`
+is the time from the previous kernel's end to its own, so that the shares add up to the step.
 """
 
 from __future__ import annotations
@@ -31,20 +32,32 @@ _REPLAYS = 5
 
 
 def kernels_of(graph: torch.cuda.CUDAGraph, layers: int) -> dict[str, dict[str, float]]:
-    """Return, for each kernel, its time in us and its number of launches, per layer."""
+    """Return, for each kernel, its time and its share of the step in us, and its number of
+    launches, per layer."""
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
         for _ in range(_REPLAYS):
             graph.replay()
         torch.cuda.synchronize()
-    time: collections.Counter[str] = collections.Counter()
-    count: collections.Counter[str] = collections.Counter()
-    for event in profiled.events() or ():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            time[event.name[:80]] += event.time_range.elapsed_us()
-            count[event.name[:80]] += 1
+    events = [
+        event
+        for event in profiled.events() or ()
+        if event.device_type == torch.autograd.DeviceType.CUDA
+    ]
+    time, share, count = (collections.Counter[str]() for _ in range(3))
+    last_end = None
+    for event in sorted(events, key=lambda event: event.time_range.end):
+        name, end = event.name[:80], event.time_range.end
+        time[name] += event.time_range.elapsed_us()
+        count[name] += 1
+        share[name] += event.time_range.elapsed_us() if last_end is None else end - last_end
+        last_end = end
     each = _REPLAYS * layers
     return {
-        name: {"us": round(us / each, 2), "launches": round(count[name] / each, 2)}
+        name: {
+            "us": round(us / each, 2),
+            "share": round(share[name] / each, 2),
+            "launches": round(count[name] / each, 2),
+        }
         for name, us in time.most_common(30)
     }
 
@@ -96,7 +109,8 @@ def main() -> None:
             runs.append(run)
             print(args.model, f"rows {rows}:", json.dumps(run["us"]), flush=True)
             for name, kernel in run["kernels"].items():
-                print(f"  {kernel['us']:8.2f} us {kernel['launches']:5.2f} launches  {name}")
+                times = f"{kernel['us']:8.2f} us, share {kernel['share']:7.2f}"
+                print(f"  {times} {kernel['launches']:5.2f} launches  {name}")
     if args.out:
         report = {
             "question": "where does the time of a decode step by operators go?",

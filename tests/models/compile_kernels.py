@@ -153,8 +153,8 @@ def build_all(kind):
         prompts = {**shape, "group": 2, "tokens": 64, "tile": tile}
         build(prefill_attention._prefill, kind, prompts, num_warps=8, num_stages=1)
     for rounding in ROUNDING:
-        combine = {**ATTENTION, "group": 16, **rounding}
-        build(decode_attention._combine_chunks, kind, combine, ROUNDED)
+        combine = {"heads": 16, "size": 128, "padded": 128, **rounding}
+        build(decode_attention._combine_chunks, kind, combine, ROUNDED, num_warps=1)
     heads = {"heads": 16, "kv_heads": 8, "half": 64, "padded": 64, "tokens_per_program": 8}
     for has_norms in (True, False):
         store = {**heads, "has_norms": has_norms}

@@ -269,7 +269,7 @@ def decode_attention(
     )
     if adds_up:
         return
-    _combine_chunks[(len(contexts), kv_heads)](
+    _combine_chunks[(len(contexts), heads)](
         contexts,
         splits.first_items,
         splits.plan,
@@ -278,11 +278,9 @@ def decode_attention(
         output,
         output.stride(0),
         heads=heads,
-        kv_heads=kv_heads,
         size=size,
         padded=padded,
-        group=group,
-        num_warps=4,
+        num_warps=1,
         **rounding_arguments(rows, output),
         **dependent_launch(),
     )
@@ -423,29 +421,24 @@ def _combine_chunks(
     rounded_scales,
     rounded_slots,
     heads: tl.constexpr,
-    kv_heads: tl.constexpr,
     size: tl.constexpr,
     padded: tl.constexpr,
-    group: tl.constexpr,
     rounded_block: tl.constexpr,
     rounds: tl.constexpr,
     swizzled: tl.constexpr,
     overlaps: tl.constexpr,
 ):
-    """Add up the chunks of one row and key-value head, if it has more than one."""
+    """Add up the chunks of one row and head, if it has more than one."""
     await_previous(overlaps)
     row = tl.program_id(0)
     context = tl.load(contexts + row)
     chunk_length = tl.load(plan)
     if context <= chunk_length:
         return
-    group_size: tl.constexpr = heads // kv_heads
-    head = tl.program_id(1) * group_size + tl.arange(0, group)
-    head_mask = tl.arange(0, group) < group_size
+    head = tl.program_id(1) + tl.arange(0, 1)
+    head_mask = head < heads
     first_item, chunks = tl.load(first_items + row), tl.cdiv(context, chunk_length)
-    result = _add_chunks(
-        outputs, lse, first_item, chunks, head, head_mask, heads, size, group, padded
-    )
+    result = _add_chunks(outputs, lse, first_item, chunks, head, head_mask, heads, size, 1, padded)
     _store_result(
         result,
         row,
