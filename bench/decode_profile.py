@@ -4,7 +4,8 @@ launches that overlap.
     python bench/decode_profile.py --model 30b-a3b-fp8 --layers 8 --rows 8 64 256 --out results.json
 
 A kernel's own time (`us`) includes its wait for the previous kernel where launches overlap. `share`
-is the time from the previous kernel's end to its own, so that the shares add up to the step.
+is the time from the previous kernel's end to its own, so that the shares of all kernels add up to
+the time of the replays.
 """
 
 from __future__ import annotations

@@ -62,7 +62,8 @@ ExpertsOperator = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Ten
 """Function from hidden states (tokens, hidden), expert ids int32 (tokens, top_k), and routing
 weights float32 (tokens, top_k) to (tokens, hidden)."""
 Consumer = LinearOperator | ExpertsOperator | None
-"""The operator that is called with a result, or None if it is not known."""
+"""The operator that is called with a result, or None if it is not known. The result must not be
+changed before that call."""
 
 
 @runtime_checkable

@@ -29,6 +29,7 @@ class DecoderLayer:
         self._mixer = make_mixer(spec.mixer, context, prefix)
         self._post_norm = RMSNorm(spec.norm, context, f"{prefix}.{spec.post_norm}", size)
         self._feed_forward = make_feed_forward(spec.feed_forward, context, prefix)
+        self._consumers = self._mixer.input_operator, self._feed_forward.input_operator
         self._residual_scale = spec.residual_scale
         self._is_plain = spec.residual_scale == 1.0 and not spec.norm.in_float32
         self.state = self._mixer.state
@@ -43,16 +44,15 @@ class DecoderLayer:
         already the complete residual stream.
         """
         if residual is None:
-            x, residual = self._input_norm(x, self._mixer.input_operator), x
+            x, residual = self._input_norm(x, self._consumers[0]), x
         else:
-            x, residual = self._input_norm.add(x, residual, self._mixer.input_operator)
+            x, residual = self._input_norm.add(x, residual, self._consumers[0])
         x = self._mixer(x, state, step)
         if step.final_rows is not None:
             residual = residual.index_select(0, step.final_rows.indices)
             if not len(x):
                 return x, residual
-        consumer = self._feed_forward.input_operator
-        x, residual = self._post_norm.add(self._scaled(x), residual, consumer)
+        x, residual = self._post_norm.add(self._scaled(x), residual, self._consumers[1])
         return self._scaled(self._feed_forward(x, step)), residual
 
     def _scaled(self, x: torch.Tensor) -> torch.Tensor:

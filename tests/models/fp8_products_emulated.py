@@ -58,6 +58,7 @@ class EmulatedKernels:
 
     def _run(self, library: ctypes.CDLL, args: ctypes.Structure) -> None:
         size = ctypes.sizeof(args)
+        assert size == library.args_bytes(), "the driver copies as many bytes as the kernel takes"
         room = (ctypes.c_ubyte * (size + 64))()
         aligned = (ctypes.c_ubyte * size).from_buffer(room, -ctypes.addressof(room) % 64)
         ctypes.memmove(aligned, ctypes.addressof(args), size)

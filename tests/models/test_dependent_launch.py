@@ -53,6 +53,7 @@ MODULES = [path for path in FOLDER.glob("*.py") if "await_previous(overlaps)" in
 def test_the_kernels_between_products_start_early():
     early = set().union(*(launched(path.read_text())[0] for path in MODULES))
     assert {"_rms_norm", "_quantize", "_multiply", "_decode_chunks", "_align_blocks"} <= early
+    assert {"_combine_chunks", "_compute_logit_parts", "_select_experts"} <= early
     assert len(early) >= 17
 
 
@@ -97,7 +98,7 @@ def test_a_product_waits_before_the_next_one_may_start():
     source = (FOLDER / "fp8_products/product.cu").read_text()
     body = source[source.index("DEVICE void run(Ring") : source.index("// -- sums --")]
     assert body.count("allow_next();") == source.count("allow_next();") - 1 == 2
-    assert body.index("await_previous();\n") < body.index("allow_next();")
+    assert body.index("\n    await_previous();\n") < body.index("allow_next();")
 
 
 def test_blocks_wait_for_each_other_only_in_cooperative_launches_and_clusters():
@@ -113,8 +114,13 @@ def test_blocks_wait_for_each_other_only_in_cooperative_launches_and_clusters():
         in (FOLDER / "decode_step/steps.py").read_text()
         + (FOLDER / "decode_step/launch.py").read_text()
     )
-    launch = (FOLDER / "fp8_products/launch.py").read_text()
-    assert "cluster=args.cluster" in launch
+    clusters = {
+        path.parent.name
+        for path in FOLDER.rglob("*.cu*")
+        if path.name != "machine.cuh" and "sync_cluster<" in path.read_text()
+    }
+    assert clusters == {"fp8_products"}
+    assert "cluster=args.cluster" in (FOLDER / "fp8_products/launch.py").read_text()
     for path in FOLDER.rglob("*.py"):  # Triton has no cooperative launch here
         assert "atomic_cas" not in path.read_text(), path
 

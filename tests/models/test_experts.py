@@ -15,6 +15,7 @@ from nanoactor.models.devices import open_device
 from nanoactor.models.devices.cpu import compiled
 from nanoactor.models.devices.cpu.compiled import CompiledCPUDevice
 from nanoactor.models.devices.cpu.device import CPUDevice
+from nanoactor.models.devices.cuda.kernels import routing
 from nanoactor.models.devices.portable import PortableOperators
 from nanoactor.models.errors import ModelError, UnsupportedModel, WeightsError
 from nanoactor.models.families.qwen2_moe import QWEN2_MOE
@@ -174,13 +175,13 @@ def test_routing_of_16_bit_tokens_uses_all_bits_of_the_weights(
         pytest.skip("too slow")
     x = make(1, torch.bfloat16, tokens, hidden)
     weight = make(2, torch.float32, experts, hidden, scale=hidden**-0.5)
+    weight[1] *= 3  # chosen by many tokens
     weight[3], weight[5] = weight[1], weight[4] * (1 + 2**-12)
     exact = x.double() @ weight.double().T
     kept = Router(weight.to(device.torch_device), chosen, renormalize=True)
     ids, shares = (found.cpu() for found in device.route(x.to(device.torch_device), kept))
     best = exact.topk(chosen + 1).values
     clear = (best[:, :-1] - best[:, 1:]).amin(1) > 1e-5
-    clear &= (ids != 1).all(1) & (ids != 3).all(1)
     wanted = exact.topk(chosen)
     assert clear.any()
     assert torch.equal(ids.long()[clear], wanted.indices[clear])
@@ -188,8 +189,19 @@ def test_routing_of_16_bit_tokens_uses_all_bits_of_the_weights(
     torch.testing.assert_close(shares.double()[clear], near[clear], rtol=2**-7, atol=0)
     assert any(5 in row and 4 in row[row.index(5) :] for row in ids[clear].tolist())
     both = ((ids == 1).any(1) & (ids == 3).any(1)).nonzero().flatten()
+    assert len(both)
     for row in ids[both].tolist():
         assert row.index(1) + 1 == row.index(3)
+
+
+def test_every_bit_of_a_routers_weights_counts(device):
+    if device.traits.name not in ("cuda", "interpreted"):
+        pytest.skip("PyTorch multiplies in float32")
+    weight = make(2, torch.float32, 16, 96)
+    tokens = torch.eye(96)[:40].bfloat16()  # each has one input
+    logits = routing._router_logits(*(x.to(device.torch_device) for x in (tokens, weight)))
+    assert len(logits) > 1, "in parts, on tensor cores"
+    torch.testing.assert_close(logits.sum(0).cpu(), weight.T[:40], rtol=2**-22, atol=0)
 
 
 def test_shares_need_not_add_up(tmp_path):

@@ -524,6 +524,9 @@ def test_contexts_in_chunks(device):
         ([17, 21, 19, 18] * 16, 66, 11),  # 128 chunks in two waves; 7 would be the shortest
         ([21] * 64, 33, 21),  # whole contexts in two waves
         ([21] * 96, 33, 7),  # three waves of whole contexts: the shortest
+        ([21] * 115, 33, 7),  # just below three and a half waves
+        ([21] * 128, 33, 21),  # more: not split
+        ([15, 27] * 64, 33, 7),  # lengths differ
         ([21] * 8, 66, 2),  # few rows: all places have chunks
         ([1, 62] * 32, 66, 11),  # two waves would need chunks of 62: too long
         ([5] * 128, 66, 5),

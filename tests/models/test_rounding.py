@@ -1,5 +1,7 @@
-"""Kernels that round their results for the operator that reads them: the same numbers as that
-operator's own rounding, and no one else's."""
+"""Kernels that round their results for the operator that reads them: the same numbers as those of
+the kernels that only round, in Triton and in CUDA C++."""
+
+import dataclasses
 
 import pytest
 import torch
@@ -8,10 +10,14 @@ from nanoactor.models.batch import KVCache
 from nanoactor.models.devices import open_device
 from nanoactor.models.devices.cuda.kernels import experts_fp8, fp8
 from nanoactor.models.devices.cuda.kernels.fp8 import TritonFp8Linear, pack
-from nanoactor.models.devices.cuda.kernels.rounding import RoundingOperator, Rows, memory_for
+from nanoactor.models.devices.cuda.kernels.fp8_products import launch
+from nanoactor.models.devices.cuda.kernels.rounding import RoundingOperator, Rows, offer_rows
 from nanoactor.models.weights.linear import ExpertWeights
 from tests.models.batches import attention_batch
+from tests.models.checkpoints import make_checkpoint
+from tests.models.fp8_products_emulated import EmulatedKernels
 from tests.models.interpreted import InterpretedDevice
+from tests.models.test_decoder import Driver, Sequence
 from tests.models.test_fp8 import moved, packed_matrix
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -70,8 +76,8 @@ def check(reader, x, block):
         assert torch.equal(found, expected)
 
 
-def drawn(device, *shape, dtype):
-    made = torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+def drawn(device, *shape, dtype, seed=1):
+    made = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
     return made.to(device.torch_device, dtype)
 
 
@@ -105,11 +111,11 @@ def test_a_norm_rounds_for_its_reader(device, dtype, size, block, swizzled, slot
 @DTYPES
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (5, 1)])
 @pytest.mark.parametrize(("dim", "swizzled"), [(32, False), (128, True), (128, False)])
-@pytest.mark.parametrize("contexts", [[400, 1], [1, 64, 65, 200, 130, 400]], ids=len)
-def test_attention_rounds_for_its_reader(device, dtype, heads, kv_heads, dim, swizzled, contexts):
+@pytest.mark.parametrize("places", [1, 1000], ids=["many rows", "few rows"])
+def test_attention_rounds_for_its_reader(device, dtype, heads, kv_heads, dim, swizzled, places):
     """Rows of one chunk and of several, twice: the chunks are counted anew each time. Chunks of few
     rows are added up by a kernel of its own."""
-    size = 64
+    contexts, size = [1, 64, 65, 200, 130, 400], 64
     blocks = [-(-context // size) for context in contexts]
     order = torch.randperm(sum(blocks), generator=torch.Generator().manual_seed(2)).split(blocks)
     shape = sum(blocks), size, kv_heads, dim
@@ -117,12 +123,11 @@ def test_attention_rounds_for_its_reader(device, dtype, heads, kv_heads, dim, sw
     tables, sizes = [part.tolist() for part in order], (heads, kv_heads, dim)
     batch = attention_batch(device, tables, [], contexts, sizes, size)
     assert (batch.plan.first_items.diff() > 1).any()
+    splits = dataclasses.replace(batch.plan, concurrent_chunks=places)
+    batch = dataclasses.replace(batch, plan=splits)
     reader = Reader(dim, swizzled, slots=64)
     for seed in range(2):
-        queries = drawn(device, *[2] * seed, len(contexts), heads, dim, dtype=dtype).flatten(
-            0, seed
-        )
-        queries = queries[-len(contexts) :].contiguous()
+        queries = drawn(device, len(contexts), heads, dim, dtype=dtype, seed=seed)
         plain = device.attention(queries, cache, batch, dim**-0.5)
         found = device.attention(queries, cache, batch, dim**-0.5, reader)
         assert torch.equal(found, plain)
@@ -138,8 +143,8 @@ def test_attention_does_not_round_what_its_reader_cannot_use(device):
         batch = attention_batch(device, [[0], [1, 2]], prefills, decodes, (4, 2, 32), 64)
         queries = drawn(device, 5 * len(prefills) + len(decodes), 4, 32, dtype=torch.float32)
         reader = Reader(block, swizzled=False)
-        output = device.attention(queries, cache, batch, 0.2, reader)
-        assert reader.take(output.flatten(1)) is None
+        device.attention(queries, cache, batch, 0.2, reader)
+        assert reader._given is None
 
 
 @pytest.mark.parametrize("tokens", [3, 40, 70])
@@ -190,5 +195,38 @@ def test_a_matrix_with_padding_rounds_its_own_input(device):
     operator = device.linear(moved(weights, device.torch_device))
     assert isinstance(operator, TritonFp8Linear)
     x = drawn(device, 40, 80, dtype=torch.bfloat16)
-    assert memory_for(operator, x) is None
-    assert memory_for(None, x) is None
+    assert offer_rows(operator, x) is None
+    assert offer_rows(None, x) is None
+
+
+@pytest.mark.parametrize("place", ["emulated", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_norms_round_as_the_kernel_in_cuda_does(place):
+    device, kernels = InterpretedDevice(), EmulatedKernels(1)
+    if place == "cuda":
+        device = open_device("cuda")
+        device.prepare_thread(1)
+        kernels = device._fp8_products.get()
+        if kernels is None:
+            pytest.skip("not a Hopper GPU")
+    weights = moved(packed_matrix(1, 64, 512, block=128, group=64), device.torch_device)
+    x, reader = drawn(device, 70, 512, dtype=torch.bfloat16), Reader(128, True, slots=128)
+    x[5] = 0
+    x = device.rms_norm(x, torch.ones_like(x[0]), 1e-6, reader)
+    rows = launch.quantize(kernels, x, pack(weights), slots=128)
+    other = Reader(128, True)
+    other.give(x, Rows(rows.values[:, :70].contiguous(), rows.scales[:, :70].contiguous()))
+    for found, expected in zip(reader.numbers(x), other.numbers(x), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_a_layer_says_who_reads_what(tmp_path, monkeypatch):
+    """Inputs of attention and of its output projection are rounded before; not those of the
+    feed-forward part, whose operator is made of several where there are no kernels for it."""
+    options = dict(hidden_size=64, head_dim=32, num_attention_heads=4, num_key_value_heads=2)
+    make_checkpoint(tmp_path, fp8_blocks=(16, 32), **options, intermediate_size=96)
+    monkeypatch.setattr("tests.models.test_decoder.open_device", lambda _: InterpretedDevice())
+    driver, sequence = Driver(tmp_path), Sequence(torch.tensor([3, 77, 5]))
+    driver.step([(sequence, 2)])
+    calls = counted(monkeypatch)
+    driver.step([], [sequence])
+    assert len(calls) == 2 * len(driver.caches)

@@ -272,6 +272,7 @@ DEVICE float rsqrt_of(float x) { return 1 / sqrtf(x); }
 DEVICE float greater(float a, float b) { return fmaxf(a, b); }
 DEVICE float greater_size(float a, float b) { return fmaxf(fabsf(a), fabsf(b)); }
 DEVICE float inverse_of(float x) { return 1 / x; }
+DEVICE float quotient_of(float a, float b) { return a / b; }
 DEVICE u32 bytes_of(u32 a, u32 b, u32 select) {
   const u64 both = a | (u64)b << 32;
   u32 out = 0;

@@ -38,6 +38,8 @@ static void run_copies() {
   }
 }
 
+extern "C" int args_bytes() { return sizeof(Args); }
+
 // 0: done; 1: it has stopped, status says where.
 extern "C" int run_step(const Args* args, u32 seed) {
   arguments = args;

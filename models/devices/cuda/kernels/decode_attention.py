@@ -22,10 +22,11 @@ from nanoactor.models.devices.cuda.kernels.dependent_launch import (
     dependent_launch,
 )
 from nanoactor.models.devices.cuda.kernels.rounding import (
-    memory_for,
+    offer_rows,
     rounding_arguments,
     store_rounded,
 )
+from nanoactor.models.devices.protocols import Consumer
 
 _TILE = 64
 """Number of positions that a program reads at a time. Chunk lengths are multiples of it."""
@@ -64,7 +65,8 @@ class Splits:
     """Number of chunks of each row and key-value head that are stored, int32 (rows * kv_heads,). It
     is 0 between kernels."""
     concurrent_chunks: int
-    """Number of chunks (of all key-value heads) that the GPU processes at the same time."""
+    """Number of chunks (of all key-value heads) in a wave, the unit in which `plan_splits`
+    counts."""
 
     @classmethod
     def empty(
@@ -103,8 +105,12 @@ class Splits:
 
 
 def _concurrent_programs(head_dim: int, device: torch.device) -> int:
-    """Return the number of programs for which the GPU's shared memory has room, in a 16-bit
-    dtype."""
+    """Return the number of programs in a wave: as many as the GPU's shared memory would have room
+    for if each stage had its own buffers in a 16-bit dtype.
+
+    More programs may run at the same time, because the compiler buffers fewer stages. The limits in
+    `plan_splits` were measured in this unit.
+    """
     if device.type != "cuda":  # in the interpreter
         return 2
     properties = torch.cuda.get_device_properties(device)
@@ -195,7 +201,7 @@ def _plan_splits(
     chunk_length = tl.where(fits & (high <= limit), high, shortest)
     are_similar = 4 * longest.to(tl.int64) * rows <= 5 * total.to(tl.int64)
     is_many = 2 * rows > 7 * concurrent_chunks
-    chunk_length = tl.where(are_similar & is_many, longest, chunk_length) * tile
+    chunk_length = tl.where(are_similar & is_many, tl.maximum(longest, 1), chunk_length) * tile
     counts = tl.cdiv(context, chunk_length)
     ends = tl.cumsum(counts, 0)
     starts = ends - counts
@@ -217,7 +223,7 @@ def decode_attention(
     splits: Splits,
     scale: float,
     output: torch.Tensor,
-    consumer: object = None,
+    consumer: Consumer = None,
 ) -> None:
     """Write the attention output of `queries`, (rows, heads, head_dim), to `output`, of the same
     shape.
@@ -232,7 +238,8 @@ def decode_attention(
     padded = max(16, triton.next_power_of_2(size))
     warps, stages = _SMALL_BLOCK_CONFIG if block_size % _TILE else _LARGE_BLOCK_CONFIG
     group = max(16, triton.next_power_of_2(heads // kv_heads))
-    rows = memory_for(consumer, output.flatten(1), block=size if size == padded else 0)
+    # A head must be one block; no operator has blocks of 0.
+    rows = offer_rows(consumer, output.flatten(1), block=size if size == padded else 0)
     adds_up = len(contexts) > _WAVES * splits.concurrent_chunks
     _decode_chunks[(kv_heads, len(splits.rows))](
         queries,

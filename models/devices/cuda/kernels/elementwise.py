@@ -13,14 +13,15 @@ from nanoactor.models.devices.cuda.kernels.dependent_launch import (
     dependent_launch,
 )
 from nanoactor.models.devices.cuda.kernels.rounding import (
-    memory_for,
+    offer_rows,
     rounding_arguments,
     store_rounded,
 )
+from nanoactor.models.devices.protocols import Consumer
 
 
 def rms_norm(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, consumer: object = None
+    x: torch.Tensor, weight: torch.Tensor, eps: float, consumer: Consumer = None
 ) -> torch.Tensor:
     """Return x / sqrt(mean(x²) + eps) * weight over the last dimension. `x` must be contiguous.
 
@@ -37,7 +38,7 @@ def add_rms_norm(
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
-    consumer: object = None,
+    consumer: Consumer = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return (RMS norm of x + residual, x + residual). All tensors must be contiguous.
 
@@ -56,10 +57,10 @@ def _launch_norm(
     eps: float,
     output: torch.Tensor,
     total: torch.Tensor,
-    consumer: object,
+    consumer: Consumer,
 ) -> None:
     size = x.shape[-1]
-    rows = memory_for(consumer, output) if x.dim() == 2 else None
+    rows = offer_rows(consumer, output) if x.dim() == 2 else None
     _rms_norm[(x.numel() // size,)](
         x,
         x if residual is None else residual,

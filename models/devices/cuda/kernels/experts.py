@@ -28,8 +28,8 @@ from nanoactor.models.weights.linear import ExpertWeights, dense_experts_of
 from nanoactor.models.weights.whole_step import Matrix
 
 _MAX_ROUNDED_TOKENS = 512
-"""Maximum number of tokens whose rounded rows are worth having. With more, the CUDA C++ kernels
-round the rows of token-expert pairs."""
+"""Maximum number of tokens for which rounded rows are requested. With about this number, depending
+on the model, the CUDA C++ kernels take over, which round the rows of token-expert pairs."""
 GroupedGemms = Callable[[torch.Tensor, Rows | None, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
@@ -74,8 +74,8 @@ class TritonExperts(RoundingOperator):
         return None if readable[0] is None or readable[1] is None else (readable[0], readable[1])
 
     def memory_for(self, x: torch.Tensor) -> Rows | None:
-        """Return memory for the rounded rows of `x`, (tokens, hidden), or None if the operator
-        certainly would not read them."""
+        """Return memory for the rounded rows of `x`, (tokens, hidden), or None if there are so few
+        or so many tokens that the operator may not read them."""
         if self._packed is None or not self._max_pairs < len(x) <= _MAX_ROUNDED_TOKENS:
             return None
         return fp8.memory_for(x, self._packed[0])

@@ -198,6 +198,12 @@ DEVICE float inverse_of(float x) {
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
   return r;
 }
+// Divides as Triton does.
+DEVICE float quotient_of(float a, float b) {
+  float r;
+  asm("div.full.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
 template <u32 SELECT> DEVICE u32 bytes_of(u32 a, u32 b) { return __byte_perm(a, b, SELECT); }
 DEVICE u32 bytes_of(u32 a, u32 b, u32 select) { return __byte_perm(a, b, select); }
 // c (16 x 8) += a (16 x 16) b (16 x 8). In thread (g, t) = (lane / 4, lane % 4), a0 and a2 belong to row g,

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from nanoactor.models.devices.protocols import Consumer
 from nanoactor.models.weights.fp8 import E4M3
 
 E4M3_MAX = 448.0
@@ -69,7 +70,8 @@ class RoundingOperator:
         raise NotImplementedError
 
     def give(self, x: torch.Tensor, rows: Rows) -> None:
-        """Store the rounded rows of `x`, with which the operator is called next."""
+        """Store the rounded rows of `x`, with which the operator is called next. `x` must not be
+        changed in between."""
         self._given = x, rows
 
     def take(self, x: torch.Tensor) -> Rows | None:
@@ -81,11 +83,12 @@ class RoundingOperator:
         return given[1]
 
 
-def memory_for(consumer: object, x: torch.Tensor, block: int | None = None) -> Rows | None:
-    """Return memory for the rounded rows of `x`, (rows, inputs), if `consumer` reads them when it
-    is called with `x`. The caller must fill it before.
+def offer_rows(consumer: Consumer, x: torch.Tensor, block: int | None = None) -> Rows | None:
+    """Return memory for the rounded rows of `x`, (rows, inputs), and announce it to `consumer`,
+    which reads it when it is called with `x`. The caller must fill it first.
 
-    Otherwise return None, as if `block` is set and the operator has blocks of another size.
+    Return None if `consumer` would not read it, or if `block` is not None and its blocks have
+    another size.
     """
     if not isinstance(consumer, RoundingOperator):
         return None

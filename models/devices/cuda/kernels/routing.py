@@ -26,8 +26,8 @@ _MIN_SPLIT_TOKENS, _MAX_SPLIT_TOKENS = 33, 2048
 """Minimum and maximum number of 16-bit tokens for which tensor cores are faster."""
 _SPLIT_TOKENS, _SPLIT_INPUTS = 32, 64
 """Number of tokens per program, and number of inputs that are read at a time, on tensor cores."""
-_MAX_SPLITS, _MAX_SPLIT_EXPERTS = 64, 256
-"""Maximum number of parts of a logit, and of experts, on tensor cores."""
+_MAX_PARTS, _MAX_SPLIT_EXPERTS = 4096, 256
+"""Maximum number of parts of a token's logits, and of experts, on tensor cores."""
 _PAIR_CHUNKS = (256, 512, 1024, 2048, 4096)
 """Numbers of pairs that can be read at a time. The smallest one that covers all pairs is used, or
 the largest one if none does."""
@@ -72,7 +72,8 @@ def _router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         and _MIN_SPLIT_TOKENS <= tokens <= _MAX_SPLIT_TOKENS
         and experts <= _MAX_SPLIT_EXPERTS
     ):
-        inputs = _SPLIT_INPUTS * triton.cdiv(hidden, _SPLIT_INPUTS * _MAX_SPLITS)
+        padded = max(16, triton.next_power_of_2(experts))
+        inputs = _SPLIT_INPUTS * triton.cdiv(hidden, _SPLIT_INPUTS * (_MAX_PARTS // padded))
         splits = triton.cdiv(hidden, inputs)
         logits = torch.empty(splits, tokens, experts, dtype=torch.float32, device=x.device)
         _compute_logit_parts[(triton.cdiv(tokens, _SPLIT_TOKENS), splits)](
@@ -83,7 +84,7 @@ def _router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             hidden=hidden,
             experts=experts,
             rows=_SPLIT_TOKENS,
-            padded=max(16, triton.next_power_of_2(experts)),
+            padded=padded,
             inputs=inputs,
             tile=_SPLIT_INPUTS,
             num_warps=8 if tokens <= 64 else 4,

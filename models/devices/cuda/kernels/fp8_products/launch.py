@@ -13,6 +13,7 @@ from nanoactor.models.devices.cuda.kernels import nvrtc
 from nanoactor.models.devices.cuda.kernels.driver import (
     MAP_BYTES,
     DriverError,
+    Kernel,
     Module,
     tensor_map,
 )
@@ -38,7 +39,8 @@ _NAME = "fp8_products"
 
 
 class Args(ctypes.Structure):
-    """Parameters of a product kernel; mirror of `Args` in `product.cu`."""
+    """Parameters of a product kernel; mirror of `Args` in `product.cu`, whose size is a multiple of
+    64 bytes."""
 
     _fields_ = (
         ("weight", ctypes.c_ubyte * MAP_BYTES),
@@ -49,6 +51,7 @@ class Args(ctypes.Structure):
         *((name, ctypes.c_int) for name in (
             "slots", "count", "outputs", "group", "blocks", "row_tiles", "output_tiles", "cluster",
         )),
+        ("padding", ctypes.c_ubyte * 16),
     )  # fmt: skip
 
 
@@ -86,7 +89,7 @@ class Kernels:
         linear = self._variants[Variant("LINEAR", 64, 1)]
         self.clusters = (
             self.processors,
-            *(linear.max_clusters(size) for size in range(2, MAX_CLUSTER + 1)),
+            *(_clusters_of(linear, size) for size in range(2, MAX_CLUSTER + 1)),
         )
 
     def multiply(self, variant: Variant, args: Args, blocks: int) -> None:
@@ -103,6 +106,15 @@ class Kernels:
         warps = args.slots * -(-args.blocks // AT_ONCE)
         blocks = min(-(-warps // (ROUNDING_THREADS // 32)), 8 * self.processors)
         self._rounding.launch(args, blocks, overlaps=True)
+
+
+def _clusters_of(kernel: Kernel, size: int) -> int:
+    """Return the number of clusters of `size` blocks that can run at the same time. It is 0 if the
+    GPU, or the part of it that is available, has no such clusters."""
+    try:
+        return kernel.max_clusters(size)
+    except DriverError:
+        return 0
 
 
 @functools.cache

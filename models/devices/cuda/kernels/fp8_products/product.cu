@@ -413,7 +413,7 @@ DEVICE void reduce_and_store(const Args& a, const Tile& tile, u32 memory, const 
 }
 
 // Returns the scale by which the largest number of a block becomes the largest e4m3 number.
-DEVICE float scale_of(float largest) { return greater(largest, LEAST) * (1.f / LARGEST); }
+DEVICE float scale_of(float largest) { return quotient_of(greater(largest, LEAST), LARGEST); }
 DEVICE float rounded_to_bf16(float x) { return from_bits(pack(0.f, x)); }
 
 // Returns the larger of each row's numbers and those of the other group, which has the other half of the outputs.
@@ -559,9 +559,10 @@ DEVICE uint4 eight_of(const RoundArgs& a, int row, int i) {
 DEVICE float low_of(u32 two) { return from_bits(two << 16); }
 DEVICE float high_of(u32 two) { return from_bits(two & 0xffff0000u); }
 DEVICE float largest_of(u32 two) { return greater_size(low_of(two), high_of(two)); }
-DEVICE u32 rounded_by(u32 two, float by) { return round_to_bytes(low_of(two) * by, high_of(two) * by); }
+DEVICE u32 rounded_two(u32 two, float scale) { return round_to_bytes(quotient_of(low_of(two), scale), quotient_of(high_of(two), scale)); }
 
-// Rounds blocks of a slot. Half a warp rounds a block, with eight inputs in each lane.
+// Rounds blocks of a slot, exactly as the Triton kernels do (rounding.py). Half a warp rounds a block, with eight
+// inputs in each lane.
 DEVICE void round_slot(const RoundArgs& a, int slot, int first) {
   const int lane = thread_index() % 16, row = row_of(a, slot);
   if (row < 0) return;
@@ -578,10 +579,10 @@ DEVICE void round_slot(const RoundArgs& a, int slot, int first) {
     float size = greater(greater(largest_of(v.x), largest_of(v.y)), greater(largest_of(v.z), largest_of(v.w)));
 #pragma unroll
     for (int mask = 8; mask; mask /= 2) size = greater(size, shuffle_xor(size, mask));
-    const float scale = scale_of(size), by = inverse_of(scale);
+    const float scale = scale_of(size);
     if (first + 2 * n >= a.blocks) continue;
     const long at = (long)(first + 2 * n) * a.slots + slot;
-    const uint2 eight{rounded_by(v.x, by) | rounded_by(v.y, by) << 16, rounded_by(v.z, by) | rounded_by(v.w, by) << 16};
+    const uint2 eight{rounded_two(v.x, scale) | rounded_two(v.y, scale) << 16, rounded_two(v.z, scale) | rounded_two(v.w, scale) << 16};
     *(uint2*)(a.rows + at * BLOCK + (lane / 2 ^ slot % 8) * 16 + lane % 2 * 8) = eight;
     if (lane == 0) a.scales[at] = scale;
   }

@@ -33,7 +33,8 @@ leaves room for blocks of the previous kernel."""
 _ALIGNMENT_BYTES = 1024
 _MAX_STAGES = 12
 MAX_CLUSTER = 8
-"""Maximum number of thread blocks that share a tile. All GPUs support clusters of this size."""
+"""Maximum number of thread blocks that share a tile. All whole GPUs of compute capability 9.0
+support clusters of this size."""
 _MIN_STAGES = 2
 """Minimum number of stages (blocks of inputs of a tile) of each block that shares a tile."""
 
