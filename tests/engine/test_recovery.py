@@ -487,12 +487,13 @@ def copied(tmp_path):
 
 @pytest.mark.parametrize("how", ["gone", "replaced", "changed"])
 def test_files_that_are_not_the_same_end_the_engine(tmp_path, how):
-    """Where the process that starts again reads them: the size tells nothing here."""
+    """Where the process that starts again reads them: the size tells nothing here. Steps are slow,
+    so that the stream goes on however late this process is woken."""
     model = copied(tmp_path)
     path = model / "tokenizer.json"
 
     async def main():
-        async with AsyncLLM(str(model), **options(device="simulated:1")) as llm:
+        async with AsyncLLM(str(model), **options(device="simulated:50")) as llm:
             await digested(llm)
             stream = asyncio.ensure_future(read(llm, *asks()[0]))
             await asyncio.sleep(0.05)

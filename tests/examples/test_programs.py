@@ -57,13 +57,18 @@ def test_a_file_of_prompts_is_answered_line_by_line(tmp_path):
 
 
 def test_streams_are_printed_as_they_arrive():
-    said = run("streaming.py", "--max-tokens", 60)
-    shown, *wholes = said.split("\n--- stream ")
-    pieces = re.findall(r"^ *\d+\.\d{3} s  stream (\d)  ('.*'|\".*\")$", shown, re.M)
-    assert len(pieces) == len(shown.splitlines())
-    order = [number for number, _ in pieces]
-    assert set(order) == {"1", "2", "3"}
-    assert order.index("3") < len(order) - order[::-1].index("1"), "one after the other"
+    # On a busy machine all of a short stream may arrive at once.
+    for tokens in (60, 240, 900):
+        said = run("streaming.py", "--max-tokens", tokens)
+        shown, *wholes = said.split("\n--- stream ")
+        pieces = re.findall(r"^ *\d+\.\d{3} s  stream (\d)  ('.*'|\".*\")$", shown, re.M)
+        assert len(pieces) == len(shown.splitlines())
+        order = [number for number, _ in pieces]
+        assert set(order) == {"1", "2", "3"}
+        are_mixed = order.index("3") < len(order) - 1 - order[::-1].index("1")
+        if are_mixed:
+            break
+    assert are_mixed, "one after the other"
     for number, (whole, prompt) in enumerate(
         zip(wholes, ("ROMEO:\n", "JULIET:\n", "HAMLET:\n"), strict=True), 1
     ):
