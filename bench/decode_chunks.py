@@ -109,7 +109,7 @@ def measure(name: str, kv_heads: int, contexts: list[int], copy: float, rounds: 
         "planned": chunk,
         "us": found,
         "items": items,
-        "places": batch.splits.concurrent_chunks,
+        "places": batch.splits.chunks_per_wave,
     }
 
 

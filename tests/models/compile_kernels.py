@@ -262,7 +262,7 @@ def main():
         decode_attention._plan_splits,
         "bf16",
         {"tile": 64, "block": 256, "waves": 2, "skewed_tiles": 11},
-        {"rows": "i32", "concurrent_chunks": "i32"},
+        {"rows": "i32", "chunks_per_wave": "i32"},
     )
     constants = {
         "block_size": 64,

@@ -31,7 +31,7 @@ def device(request):
     return made
 
 
-class Reader(RoundingOperator):
+class RecordingOperator(RoundingOperator):
     """An operator that only keeps what it is given."""
 
     def __init__(self, block, swizzled, slots=None):
@@ -71,8 +71,8 @@ def own(x, block):
     return rows.values.view(torch.uint8).cpu(), rows.scales.cpu()
 
 
-def check(reader, x, block):
-    for found, expected in zip(reader.numbers(x), own(x, block), strict=True):
+def check(consumer, x, block):
+    for found, expected in zip(consumer.numbers(x), own(x, block), strict=True):
         assert torch.equal(found, expected)
 
 
@@ -92,27 +92,27 @@ def drawn(device, *shape, dtype, seed=1):
         (256, 128, True, 64),
     ],
 )
-def test_a_norm_rounds_for_its_reader(device, dtype, size, block, swizzled, slots):
+def test_a_norm_rounds_for_its_consumer(device, dtype, size, block, swizzled, slots):
     x, residual = drawn(device, 2, 11, size, dtype=dtype)
     x[3] = residual[3] = 0
     weight = drawn(device, size, dtype=dtype)
-    reader = Reader(block, swizzled, slots)
+    consumer = RecordingOperator(block, swizzled, slots)
     plain = device.rms_norm(x, weight, 1e-6)
-    found = device.rms_norm(x, weight, 1e-6, reader)
+    found = device.rms_norm(x, weight, 1e-6, consumer)
     assert torch.equal(found, plain)
-    check(reader, found, block)
+    check(consumer, found, block)
     plain, total = device.add_rms_norm(x, residual, weight, 1e-6)
-    found, total_again = device.add_rms_norm(x, residual, weight, 1e-6, reader)
+    found, total_again = device.add_rms_norm(x, residual, weight, 1e-6, consumer)
     assert torch.equal(found, plain)
     assert torch.equal(total, total_again)
-    check(reader, found, block)
+    check(consumer, found, block)
 
 
 @DTYPES
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (5, 1)])
 @pytest.mark.parametrize(("dim", "swizzled"), [(32, False), (128, True), (128, False)])
 @pytest.mark.parametrize("places", [1, 1000], ids=["many rows", "few rows"])
-def test_attention_rounds_for_its_reader(device, dtype, heads, kv_heads, dim, swizzled, places):
+def test_attention_rounds_for_its_consumer(device, dtype, heads, kv_heads, dim, swizzled, places):
     """Rows of one chunk and of several, twice: the chunks are counted anew each time. Chunks of few
     rows are added up by a kernel of its own."""
     contexts, size = [1, 64, 65, 200, 130, 400], 64
@@ -123,28 +123,28 @@ def test_attention_rounds_for_its_reader(device, dtype, heads, kv_heads, dim, sw
     tables, sizes = [part.tolist() for part in order], (heads, kv_heads, dim)
     batch = attention_batch(device, tables, [], contexts, sizes, size)
     assert (batch.plan.first_items.diff() > 1).any()
-    splits = dataclasses.replace(batch.plan, concurrent_chunks=places)
+    splits = dataclasses.replace(batch.plan, chunks_per_wave=places)
     batch = dataclasses.replace(batch, plan=splits)
-    reader = Reader(dim, swizzled, slots=64)
+    consumer = RecordingOperator(dim, swizzled, slots=64)
     for seed in range(2):
         queries = drawn(device, len(contexts), heads, dim, dtype=dtype, seed=seed)
         plain = device.attention(queries, cache, batch, dim**-0.5)
-        found = device.attention(queries, cache, batch, dim**-0.5, reader)
+        found = device.attention(queries, cache, batch, dim**-0.5, consumer)
         assert torch.equal(found, plain)
-        check(reader, found.flatten(1), dim)
+        check(consumer, found.flatten(1), dim)
         assert not batch.plan.arrivals.any()
 
 
-def test_attention_does_not_round_what_its_reader_cannot_use(device):
+def test_attention_does_not_round_what_its_consumer_cannot_use(device):
     """Prompts, and blocks that are not heads."""
     shape = (3, 64, 2, 32)
     cache = KVCache(*drawn(device, 2, *shape, dtype=torch.float32))
     for prefills, decodes, block in (([(5, 5)], [70], 32), ([], [5, 70], 64)):
         batch = attention_batch(device, [[0], [1, 2]], prefills, decodes, (4, 2, 32), 64)
         queries = drawn(device, 5 * len(prefills) + len(decodes), 4, 32, dtype=torch.float32)
-        reader = Reader(block, swizzled=False)
-        device.attention(queries, cache, batch, 0.2, reader)
-        assert reader._given is None
+        consumer = RecordingOperator(block, swizzled=False)
+        device.attention(queries, cache, batch, 0.2, consumer)
+        assert consumer._given is None
 
 
 @pytest.mark.parametrize("tokens", [3, 40, 70])
@@ -209,17 +209,20 @@ def test_norms_round_as_the_kernel_in_cuda_does(place):
         if kernels is None:
             pytest.skip("not a Hopper GPU")
     weights = moved(packed_matrix(1, 64, 512, block=128, group=64), device.torch_device)
-    x, reader = drawn(device, 70, 512, dtype=torch.bfloat16), Reader(128, True, slots=128)
+    x, consumer = (
+        drawn(device, 70, 512, dtype=torch.bfloat16),
+        RecordingOperator(128, True, slots=128),
+    )
     x[5] = 0
-    x = device.rms_norm(x, torch.ones_like(x[0]), 1e-6, reader)
+    x = device.rms_norm(x, torch.ones_like(x[0]), 1e-6, consumer)
     rows = launch.quantize(kernels, x, pack(weights), slots=128)
-    other = Reader(128, True)
+    other = RecordingOperator(128, True)
     other.give(x, Rows(rows.values[:, :70].contiguous(), rows.scales[:, :70].contiguous()))
-    for found, expected in zip(reader.numbers(x), other.numbers(x), strict=True):
+    for found, expected in zip(consumer.numbers(x), other.numbers(x), strict=True):
         assert torch.equal(found, expected)
 
 
-def test_a_layer_says_who_reads_what(tmp_path, monkeypatch):
+def test_a_layer_passes_the_consumers_of_norms_and_attention(tmp_path, monkeypatch):
     """Inputs of attention and of its output projection are rounded before; not those of the
     feed-forward part, whose operator is made of several where there are no kernels for it."""
     options = dict(hidden_size=64, head_dim=32, num_attention_heads=4, num_key_value_heads=2)

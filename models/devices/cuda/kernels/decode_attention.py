@@ -64,7 +64,7 @@ class Splits:
     arrivals: torch.Tensor
     """Number of chunks of each row and key-value head that are stored, int32 (rows * kv_heads,). It
     is 0 between kernels."""
-    concurrent_chunks: int
+    chunks_per_wave: int
     """Number of chunks (of all key-value heads) in a wave, the unit in which `plan_splits`
     counts."""
 
@@ -86,7 +86,7 @@ class Splits:
             torch.empty(items, heads, head_dim, dtype=torch.float32, device=device),
             torch.empty(items, heads, dtype=torch.float32, device=device),
             ints(rows * kv_heads),
-            max(1, _concurrent_programs(head_dim, device) // kv_heads),
+            max(1, _programs_per_wave(head_dim, device) // kv_heads),
         )
 
     def for_rows(self, rows: int, kv_heads: int) -> Splits:
@@ -100,11 +100,11 @@ class Splits:
             self.outputs[:items],
             self.lse[:items],
             self.arrivals,
-            self.concurrent_chunks,
+            self.chunks_per_wave,
         )
 
 
-def _concurrent_programs(head_dim: int, device: torch.device) -> int:
+def _programs_per_wave(head_dim: int, device: torch.device) -> int:
     """Return the number of programs in a wave: as many as the GPU's shared memory would have room
     for if each stage had its own buffers in a 16-bit dtype.
 
@@ -152,7 +152,7 @@ def plan_splits(contexts: torch.Tensor, splits: Splits) -> None:
         splits.plan,
         rows,
         len(splits.rows) - rows,
-        splits.concurrent_chunks,
+        splits.chunks_per_wave,
         waves=_WAVES,
         skewed_tiles=_SKEWED_TILES,
         tile=_TILE,
@@ -162,7 +162,7 @@ def plan_splits(contexts: torch.Tensor, splits: Splits) -> None:
     )
 
 
-@triton.jit(do_not_specialize=["rows", "extra_chunks", "concurrent_chunks"])
+@triton.jit(do_not_specialize=["rows", "extra_chunks", "chunks_per_wave"])
 def _plan_splits(
     contexts,
     item_rows,
@@ -171,7 +171,7 @@ def _plan_splits(
     plan,
     rows,
     extra_chunks,
-    concurrent_chunks,
+    chunks_per_wave,
     waves: tl.constexpr,
     skewed_tiles: tl.constexpr,
     tile: tl.constexpr,
@@ -186,7 +186,7 @@ def _plan_splits(
     total = tl.sum(tiles, 0)
     longest = tl.max(tiles, 0)
     # Longer chunks would leave places without work at the end.
-    limit = (2 * total.to(tl.int64) // (3 * concurrent_chunks)).to(tl.int32)
+    limit = (2 * total.to(tl.int64) // (3 * chunks_per_wave)).to(tl.int32)
     is_skewed = longest.to(tl.int64) * rows > 4 * total.to(tl.int64)
     shortest = tl.maximum(tl.cdiv(total, extra_chunks), 1)
     shortest = tl.where(is_skewed, tl.maximum(tl.minimum(limit, skewed_tiles), shortest), shortest)
@@ -194,13 +194,13 @@ def _plan_splits(
     low, high = shortest, tl.maximum(longest, shortest)
     while low < high:
         middle = (low + high) // 2
-        is_enough = tl.sum(tl.cdiv(tiles, middle), 0) <= waves * concurrent_chunks
+        is_enough = tl.sum(tl.cdiv(tiles, middle), 0) <= waves * chunks_per_wave
         high = tl.where(is_enough, middle, high)
         low = tl.where(is_enough, low, middle + 1)
-    fits = tl.sum(tl.cdiv(tiles, high), 0) <= waves * concurrent_chunks
+    fits = tl.sum(tl.cdiv(tiles, high), 0) <= waves * chunks_per_wave
     chunk_length = tl.where(fits & (high <= limit), high, shortest)
     are_similar = 4 * longest.to(tl.int64) * rows <= 5 * total.to(tl.int64)
-    is_many = 2 * rows > 7 * concurrent_chunks
+    is_many = 2 * rows > 7 * chunks_per_wave
     chunk_length = tl.where(are_similar & is_many, tl.maximum(longest, 1), chunk_length) * tile
     counts = tl.cdiv(context, chunk_length)
     ends = tl.cumsum(counts, 0)
@@ -240,7 +240,7 @@ def decode_attention(
     group = max(16, triton.next_power_of_2(heads // kv_heads))
     # A head must be one block; no operator has blocks of 0.
     rows = offer_rows(consumer, output.flatten(1), block=size if size == padded else 0)
-    adds_up = len(contexts) > _WAVES * splits.concurrent_chunks
+    adds_up = len(contexts) > _WAVES * splits.chunks_per_wave
     _decode_chunks[(kv_heads, len(splits.rows))](
         queries,
         cache.keys,

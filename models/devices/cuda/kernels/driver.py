@@ -95,12 +95,13 @@ class Kernel:
         cooperative.value.cooperative = 1
         overlapping.id = ids.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         overlapping.value.programmaticStreamSerializationAllowed = 1
-        self._config = _launch_config(blocks, threads, shared_bytes, [])
-        self._overlapping = _launch_config(blocks, threads, shared_bytes, [overlapping])
-        self._new_config = functools.partial(_launch_config, blocks, threads, shared_bytes)
-        self._attributes = [overlapping]
+        self._make_config = functools.partial(_launch_config, blocks, threads, shared_bytes)
+        self._overlap_attribute = overlapping
+        self._config = self._make_config([])
+        self._overlapping = self._make_config([overlapping])
         self._clustered: dict[int, Any] = {}
-        self._cooperative = _launch_config(blocks, threads, shared_bytes, [cooperative])
+        """Launch configurations by the number of blocks in a cluster."""
+        self._cooperative = self._make_config([cooperative])
 
     def launch(
         self, args: ctypes.Structure, blocks: int, overlaps: bool = False, cluster: int = 1
@@ -134,7 +135,7 @@ class Kernel:
             dimension.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
             size = dimension.value.clusterDim
             size.x, size.y, size.z = cluster, 1, 1
-            self._clustered[cluster] = self._new_config([*self._attributes, dimension])
+            self._clustered[cluster] = self._make_config([self._overlap_attribute, dimension])
         return self._clustered[cluster]
 
     def launch_cooperative(self, args: ctypes.Structure) -> None:

@@ -6,6 +6,7 @@ which saves a kernel and a pass over memory.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from typing import Any
 
@@ -59,15 +60,15 @@ def _scales(blocks: int, slots: int, device: torch.device) -> torch.Tensor:
     return torch.empty(blocks, slots, dtype=torch.float32, device=device)
 
 
-class RoundingOperator:
+class RoundingOperator(abc.ABC):
     """An operator that rounds its input to e4m3, or takes the rounded rows of an earlier kernel."""
 
     _given: tuple[torch.Tensor, Rows] | None = None
 
+    @abc.abstractmethod
     def memory_for(self, x: torch.Tensor) -> Rows | None:
         """Return memory for the rounded rows of `x`, (rows, inputs), or None if the operator would
         not read them."""
-        raise NotImplementedError
 
     def give(self, x: torch.Tensor, rows: Rows) -> None:
         """Store the rounded rows of `x`, with which the operator is called next. `x` must not be
