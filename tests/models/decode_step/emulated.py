@@ -103,6 +103,7 @@ class Emulated:
     def _aligned(self) -> ctypes.Array[ctypes.c_ubyte]:
         """Return the parameters where the struct's alignment wants them."""
         size = ctypes.sizeof(self._args)
+        assert size >= self._library.args_bytes(), "the driver would copy more than there is"
         self._room = (ctypes.c_ubyte * (size + 64))()
         offset = -ctypes.addressof(self._room) % 64
         room = (ctypes.c_ubyte * size).from_buffer(self._room, offset)
