@@ -13,7 +13,7 @@ from nanoactor.runner.config import RankConfig
 from nanoactor.runner.model.model import LoadedModel
 from nanoactor.runner.steps.launcher import StepLauncher
 from nanoactor.runner.steps.scoring import AT_ONCE
-from nanoactor.runner.steps.warmup import decode_update, prefill_step
+from nanoactor.runner.steps.warmup import decode_update, mixed_update, prefill_step
 
 log = logging.getLogger("nanoactor.runner")
 
@@ -24,6 +24,8 @@ _DRIVER_BYTES = 256 * _MIB
 # Maximum size of a warm-up step on synchronous devices, on which the largest step of a large model
 # would take minutes. The memory that a step needs is proportional to its tokens.
 _SMALL_WARMUP_TOKENS, _SMALL_WARMUP_ROWS = 256, 16
+_MIXED_TOKENS = 16
+"""Number of prompt tokens of the mixed steps in the warm-up."""
 
 
 class WarmUp:
@@ -66,6 +68,8 @@ class WarmUp:
         blocks = int(prefill.table_blocks.max()) + 1
         self._batch, self._launcher = self._make_state(blocks)
         self._run_once(prefill)  # compiles
+        if device.traits.asynchronous and self._traits.fused_sampling != "none":
+            self._run_mixed(min(_MIXED_TOKENS, tokens), decode_rows - 1)
         # Memory needed in addition to the cache: buffers, and the libraries' own allocations.
         dummies = device.dummy_blocks(config.max_num_seqs, self._model.block_size)
         cache = (blocks + dummies) * self._model.cache_sizing.block_bytes
@@ -116,6 +120,16 @@ class WarmUp:
 
     def _run_once(self, step: Step) -> None:
         self._launcher.launch(self._batch.update(step)).wait()
+        self._device.synchronize()
+
+    def _run_mixed(self, tokens: int, max_rows: int) -> None:
+        """Run mixed steps with one prompt of `tokens` tokens and the fewest and most decode rows.
+        This compiles kernels that neither decode steps nor captured mixed steps need: there may be
+        fewer decode rows beside a long prompt than in any captured mixed step."""
+        for rows in sorted({min(1, max_rows), max_rows}):
+            prefill = self._batch.update(prefill_step(tokens, 1, self._model.block_size))
+            if prefill.prefill is not None:  # a single token is computed like a decode row
+                self._launcher.launch(mixed_update(prefill, rows)).wait()
         self._device.synchronize()
 
     def _decode_once(self, rows: int, **sampling: float) -> None:

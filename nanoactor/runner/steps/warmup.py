@@ -10,7 +10,7 @@ from nanoactor.messages.engine import Admissions, Int32, Step
 from nanoactor.messages.rows import Rows, Want
 from nanoactor.models.limits import MAX_FREEZE_IDS
 from nanoactor.models.sampling.columns import WORDS, pack
-from nanoactor.models.seq_lens import HostSeqLens
+from nanoactor.models.seq_lens import NO_SEQ_LENS, HostSeqLens
 from nanoactor.runner.batch.batch import BatchTraits
 from nanoactor.runner.batch.inputs import Array, Inputs, SampledRows, Update
 from nanoactor.runner.batch.sampling_table import SamplingTable
@@ -83,6 +83,18 @@ def decode_update(
             fallback.append(dataclasses.replace(sampled, slots=dummy_slots, rules=rules))
     inputs: Inputs[Array] = Inputs((), None, tuple(fallback))
     return Update(0, inputs, slots, rows, HostSeqLens([], [], [1] * rows))
+
+
+def mixed_update(prefill: Update, rows: int) -> Update:
+    """Return the step `prefill` with `rows` decode rows in addition, all in the slot that is
+    reserved for padding rows."""
+    lengths = prefill.lengths
+    if lengths is not NO_SEQ_LENS:
+        lengths = dataclasses.replace(lengths, decode_contexts=[1] * rows)
+    positions = np.concatenate((prefill.positions, np.zeros(rows, prefill.positions.dtype)))
+    return dataclasses.replace(
+        prefill, positions=positions, decodes=rows, lengths=lengths, order=None
+    )
 
 
 def longest_lengths(rows: int, blocks: int, block_size: int, max_length: int) -> HostSeqLens:

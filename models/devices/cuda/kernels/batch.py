@@ -37,7 +37,18 @@ def advance(tables: SlotTables, rows: DecodeRows, buffers: RowBuffers, ids: torc
         )
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(
+    do_not_specialize=["count"],
+    do_not_specialize_on_alignment=[
+        "slots",
+        "given_positions",
+        "given_token_ids",
+        "token_ids",
+        "positions",
+        "slot_mapping",
+        "contexts",
+    ],
+)
 def _advance(
     blocks,
     lengths,
@@ -113,7 +124,10 @@ def fill_slot_mapping(
         )
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(
+    do_not_specialize=["tokens"],
+    do_not_specialize_on_alignment=["slots", "positions", "slot_mapping"],
+)
 def _fill_slot_mapping(
     blocks,
     slots,

@@ -156,13 +156,18 @@ def plan_splits(contexts: torch.Tensor, splits: Splits) -> None:
         waves=_WAVES,
         skewed_tiles=_SKEWED_TILES,
         tile=_TILE,
-        block=triton.next_power_of_2(rows),
+        # Fewer rows do not need another variant of the kernel. If decode steps of few rows run in
+        # the whole-step kernel, it would be compiled only when a long prompt needs it.
+        block=max(128, triton.next_power_of_2(rows)),
         num_warps=4 if rows <= 512 else 8,
         **dependent_launch(),
     )
 
 
-@triton.jit(do_not_specialize=["rows", "extra_chunks", "chunks_per_wave"])
+@triton.jit(
+    do_not_specialize=["rows", "extra_chunks", "chunks_per_wave"],
+    do_not_specialize_on_alignment=["contexts"],
+)
 def _plan_splits(
     contexts,
     item_rows,
@@ -293,7 +298,9 @@ def decode_attention(
     )
 
 
-@triton.jit(do_not_specialize=["rounded_slots"])
+@triton.jit(
+    do_not_specialize=["rounded_slots"], do_not_specialize_on_alignment=["slots", "contexts"]
+)
 def _decode_chunks(
     queries,
     keys,
@@ -415,7 +422,7 @@ def _decode_chunks(
         )
 
 
-@triton.jit(do_not_specialize=["rounded_slots"])
+@triton.jit(do_not_specialize=["rounded_slots"], do_not_specialize_on_alignment=["contexts"])
 def _combine_chunks(
     contexts,
     first_items,

@@ -245,7 +245,7 @@ def norm_rotate_store(
     return queries
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["slot_mapping"])
 def _norm_rotate_store(
     qkv,
     q_weight,

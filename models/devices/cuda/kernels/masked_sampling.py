@@ -49,7 +49,7 @@ def sample_masked_rows(inputs: FusedSamplingInputs, masks: torch.Tensor) -> None
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "masks"])
 def _mask_rows(
     logits, slots, masks, masked, highest, vocabulary, stride, words, part: tl.constexpr
 ):  # fmt: skip
@@ -69,7 +69,7 @@ def _mask_rows(
     tl.store(highest + row * tl.num_programs(1) + part_number, best)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["sampled_ids"])
 def _mark_nothing_allowed(highest, sampled_ids, parts, padded: tl.constexpr):
     """Set a row's result to `NOTHING_ALLOWED` if its highest logit is finite but no token was
     sampled, because the mask allows none."""

@@ -69,7 +69,7 @@ def _scores(logits, ids, vocabulary, top, temperature):
     return tl.where(score == score, score, float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "sampled_ids"])
 def _sample_nucleus(
     all_logits,
     slots,

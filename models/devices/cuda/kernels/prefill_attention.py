@@ -75,7 +75,10 @@ def prefill_attention(
 
 
 # These strides differ from step to step, and no prompt should wait for the compiler.
-@triton.jit(do_not_specialize=["rows_stride", "tiles_stride"])
+@triton.jit(
+    do_not_specialize=["rows_stride", "tiles_stride"],
+    do_not_specialize_on_alignment=["rows", "tiles"],
+)
 def _prefill(
     queries,
     keys,

@@ -171,7 +171,10 @@ def prefill_attention_tma(
 
 
 # These arguments differ from step to step, and no prompt should wait for the compiler.
-@triton.jit(do_not_specialize=["rows_stride", "tiles_stride", "split_programs"])
+@triton.jit(
+    do_not_specialize=["rows_stride", "tiles_stride", "split_programs"],
+    do_not_specialize_on_alignment=["rows", "tiles"],
+)
 def _prefill_tma(  # noqa: C901 - a kernel is one function
     queries,
     keys,

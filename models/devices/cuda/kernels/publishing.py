@@ -20,7 +20,7 @@ def publish(ids: torch.Tensor, ring: torch.Tensor, count: torch.Tensor) -> None:
     _publish[(1,)](ids, ring, count, rows, entries - 1, ring.stride(0), width=width, num_warps=4)
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["ids"])
 def _publish(ids, ring, count, rows, last_entry, stride, width: tl.constexpr):
     step = tl.load(count)
     entry = ring + (step & last_entry) * stride

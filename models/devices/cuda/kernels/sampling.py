@@ -171,7 +171,7 @@ def _row_maxima(
     tl.store(group_maxima + part_index * (part // group) + tl.arange(0, part // group), maxima)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _perturbed_maxima(
     logits,
     slots,
@@ -210,7 +210,7 @@ def _perturbed_maxima(
     tl.store(score_ids + part_index, part_number * part + argmax)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "sampled_ids"])
 def _pick_winners(
     slots,
     temperatures,

@@ -104,7 +104,7 @@ def _load_keys(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots", "sampled_ids"])
 def _sample_truncated(
     all_logits,
     slots,

@@ -1,0 +1,56 @@
+"""The steps with which an executor warms up."""
+
+import pytest
+
+from nanoactor.runner.steps.measuring import WarmUp
+from nanoactor.runner.steps.warmup import mixed_update, prefill_step
+from tests.runner.test_freezing import BLOCKS_EACH, SIZE, SLOTS, open_rank
+
+# The interpreter computes in NumPy, which warns where 32-bit products wrap around.
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+
+TOKENS = 5
+
+
+@pytest.fixture(scope="module", params=["cpu", "interpreted"])
+def executor(request, tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        yield open_rank(request.param, tmp_path_factory.mktemp("model"), patch)
+
+
+def run(executor, decode_rows):
+    """Return the ids of a prompt and of decode rows, and the lengths of all slots but the dummy."""
+    batch, launcher = executor._make_state(SLOTS * BLOCKS_EACH)
+    prefill = batch.update(prefill_step(TOKENS, 1, SIZE))
+    result = launcher.launch(mixed_update(prefill, decode_rows)).wait()
+    return result.token_ids.copy(), launcher.resident.tables.lengths[:SLOTS].tolist()
+
+
+@pytest.mark.parametrize("decode_rows", range(SLOTS))
+def test_decode_rows_do_not_change_the_prompt(executor, decode_rows):
+    alone, _ = run(executor, 0)
+    ids, lengths = run(executor, decode_rows)
+    assert len(ids) == 1 + decode_rows
+    assert ids[0] == alone[0]
+    assert lengths == [TOKENS] + [0] * (SLOTS - 1)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "max_rows", "sizes"),
+    [(TOKENS, 2, [1, 2]), (TOKENS, 1, [1]), (TOKENS, 0, [0]), (1, 2, [])],
+)
+def test_mixed_steps_have_the_fewest_and_the_most_rows(
+    executor, monkeypatch, tokens, max_rows, sizes
+):
+    """A single token is computed like a decode row, and makes no mixed step."""
+    warm_up = WarmUp(executor._config, executor._model, executor._traits, executor._make_state)
+    warm_up._batch, warm_up._launcher = executor._make_state(SLOTS * BLOCKS_EACH)
+    launch, found = warm_up._launcher.launch, []
+
+    def watch(update):
+        found.append((len(update.prefill.token_ids), update.decode_rows))
+        return launch(update)
+
+    monkeypatch.setattr(warm_up._launcher, "launch", watch)
+    warm_up._run_mixed(tokens, max_rows)
+    assert found == [(tokens, rows) for rows in sizes]
