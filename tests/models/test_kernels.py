@@ -182,7 +182,7 @@ def test_ids_are_published_with_the_number_of_their_step(device, rows):
 # -- queries, keys and values ------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 7, 70])
+@pytest.mark.parametrize("tokens", [0, 1, 7, 22, 70])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 24), (3, 3, 8), (16, 8, 128)])
 @pytest.mark.parametrize("normed", [True, False])
 def test_heads_are_normed_rotated_and_stored_as_one_operator_after_the_other(

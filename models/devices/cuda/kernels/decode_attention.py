@@ -447,11 +447,12 @@ def _combine_chunks(
     row = tl.program_id(0)
     context = tl.load(contexts + row)
     chunk_length = tl.load(plan)
+    first_item = tl.load(first_items + row)
     if context <= chunk_length:
         return
     head = tl.program_id(1) + tl.arange(0, 1)
     head_mask = head < heads
-    first_item, chunks = tl.load(first_items + row), tl.cdiv(context, chunk_length)
+    chunks = tl.cdiv(context, chunk_length)
     result = _add_chunks(outputs, lse, first_item, chunks, head, head_mask, heads, size, 1, padded)
     _store_result(
         result,

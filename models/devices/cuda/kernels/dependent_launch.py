@@ -2,10 +2,10 @@
 previous kernel on the stream has ended, and wait for its results.
 
 This hides most of the time between two kernels. Every kernel that is launched with these options
-must call `await_previous` first, in all programs. The next kernel waits only for this one: if this
-one ended without waiting, the next could read the results of an earlier kernel that is still
-running. Source: CUDA C++ Programming Guide, section "Programmatic Dependent Launch and
-Synchronization".
+must call `await_previous` in all programs, before it reads anything but weights, which no kernel
+writes, and before it writes anything. The next kernel waits only for this one: if this one ended
+without waiting, the next could read the results of an earlier kernel that is still running. Source:
+CUDA C++ Programming Guide, section "Programmatic Dependent Launch and Synchronization".
 """
 
 from __future__ import annotations

@@ -131,25 +131,30 @@ def _compute_logit_parts(
     so all products are exact. The tensor cores of an H200 add them up with about three times the
     error of float32.
     """
+    expert = tl.arange(0, padded)
+    expert_mask = (expert < experts)[None, :]
+    split = tl.program_id(1)
+    i = split * inputs + tl.arange(0, tile)
+    weights = weight + expert[None, :] * hidden
+    rest = tl.load(weights + i[:, None], mask=(i < hidden)[:, None] & expert_mask, other=0.0)
     await_previous(overlaps)
     token = tl.program_id(0) * rows + tl.arange(0, rows)
     token_mask = (token < tokens)[:, None]
-    expert = tl.arange(0, padded)
-    split = tl.program_id(1)
     total = tl.zeros([rows, padded], tl.float32)
     for begin in tl.static_range(0, inputs, tile):
         i = split * inputs + begin + tl.arange(0, tile)
         mask = token_mask & (i < hidden)[None, :]
         offsets = token.to(tl.int64)[:, None] * hidden + i[None, :]
         values = tl.load(x + offsets, mask=mask, other=0.0)
-        mask = (i < hidden)[:, None] & (expert < experts)[None, :]
-        rest = tl.load(weight + expert[None, :] * hidden + i[:, None], mask=mask, other=0.0)
+        if begin > 0:
+            mask = (i < hidden)[:, None] & expert_mask
+            rest = tl.load(weights + i[:, None], mask=mask, other=0.0)
         for _ in tl.static_range(3):
             part = rest.to(tl.bfloat16).to(tl.float32)
             total = tl.dot(values.to(tl.float32), part, total, input_precision="tf32")
             rest -= part
     offsets = (split * tokens + token).to(tl.int64)[:, None] * experts + expert[None, :]
-    tl.store(logits + offsets, total, mask=token_mask & (expert < experts)[None, :])
+    tl.store(logits + offsets, total, mask=token_mask & expert_mask)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -211,17 +216,20 @@ def _select_experts(
     router_logits = tl.sum(tl.load(logits + offsets, mask=parts_mask, other=0.0), 0)
     router_logits = tl.where(mask, router_logits, float("-inf"))
     probabilities = tl.exp(router_logits - tl.max(router_logits, 0))
-    probabilities = tl.where(mask, probabilities / tl.sum(probabilities, 0), -1.0)
+    probabilities = probabilities / tl.sum(probabilities, 0)
+    # Bits of floats that are not negative have the order of the floats. A warp finds the largest
+    # integer with one instruction, but needs ten for a float.
+    keys = tl.where(mask, probabilities.to(tl.int32, bitcast=True), -1)
     rank = tl.arange(0, padded_k)
     selected = tl.zeros([padded_k], tl.int32)
-    values = tl.zeros([padded_k], tl.float32)
+    values = tl.zeros([padded_k], tl.int32)
     for k in tl.static_range(top_k):
-        max_probability = tl.max(probabilities, 0)
-        # NaN equals nothing: such a token's result is NaN anyway, because of its own values.
-        winner = tl.min(tl.where(probabilities == max_probability, expert, padded - 1), 0)
+        largest = tl.max(keys, 0)
+        winner = tl.min(tl.where(keys == largest, expert, padded - 1), 0)
         selected = tl.where(rank == k, winner, selected)
-        values = tl.where(rank == k, max_probability, values)
-        probabilities = tl.where(expert == winner, -2.0, probabilities)
+        values = tl.where(rank == k, largest, values)
+        keys = tl.where(expert == winner, -2, keys)
+    values = values.to(tl.float32, bitcast=True)
     if renormalize:
         values = values / tl.sum(tl.where(rank < top_k, values, 0.0), 0)
     tl.store(ids + token * top_k + rank, tl.minimum(selected, experts - 1), mask=rank < top_k)
