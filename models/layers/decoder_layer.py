@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import TypeGuard, TypeVar
 
 import torch
 
@@ -18,6 +19,8 @@ from nanoactor.models.layers.state import LayerState
 from nanoactor.models.layers.step import LayerContext, LayerStep
 from nanoactor.models.weights.whole_step import LayerWeights, Matrix
 
+_Part = TypeVar("_Part")
+
 
 class DecoderLayer:
     """A mixer (such as attention) and a feed-forward part. Each is preceded by a norm, and its
@@ -31,7 +34,11 @@ class DecoderLayer:
         self._feed_forward = make_feed_forward(spec.feed_forward, context, prefix)
         self._consumers = self._mixer.input_operator, self._feed_forward.input_operator
         self._residual_scale = spec.residual_scale
-        self._is_plain = spec.residual_scale == 1.0 and not spec.norm.in_float32
+        self._is_plain = (
+            spec.residual_scale == 1.0
+            and not spec.norm.in_float32
+            and spec.norm.eps == context.config.rms_norm_eps
+        )
         self.state = self._mixer.state
 
     def __call__(
@@ -63,10 +70,10 @@ class DecoderLayer:
         `LayerWeights` cannot describe the layer completely.
 
         `LayerWeights` has no fields for some kinds of parts, for device-specific layouts of
-        matrices, and for some biases.
+        matrices, and for some biases. A subclass of a known part is not known.
         """
         attention, feed_forward = self._mixer, self._feed_forward
-        if not isinstance(attention, Attention) or not attention.is_plain or not self._is_plain:
+        if not _is_exactly(attention, Attention) or not attention.is_plain or not self._is_plain:
             return None
         projections = _projections_of(attention.qkv, attention.out)
         feed_forward_projections = _feed_forward_of(feed_forward)
@@ -83,8 +90,14 @@ class DecoderLayer:
             norm2=self._post_norm.weight,
             gate_up=feed_forward_projections.first,
             down=feed_forward_projections.second,
-            router=feed_forward.router if isinstance(feed_forward, Experts) else None,
+            router=feed_forward.router if _is_exactly(feed_forward, Experts) else None,
         )
+
+
+def _is_exactly(part: object, kind: type[_Part]) -> TypeGuard[_Part]:
+    """Return True if `part` is a `kind` and not one of its subclasses, which may compute something
+    else."""
+    return type(part) is kind
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,9 +130,9 @@ def _projections_of(
 def _feed_forward_of(part: FeedForward) -> _ProjectionPair | None:
     """Return the matrices of a feed-forward part or of its experts, or None if `LayerWeights`
     cannot describe the part."""
-    if isinstance(part, Experts):
+    if _is_exactly(part, Experts):
         operator = part.operator
         matrices = operator.matrices() if isinstance(operator, HasExpertMatrices) else None
         return None if matrices is None else _ProjectionPair(*matrices)
-    pair = _projections_of(part.gate_up, part.down) if isinstance(part, MLP) else None
+    pair = _projections_of(part.gate_up, part.down) if _is_exactly(part, MLP) else None
     return None if pair is None or pair.bias is not None else pair

@@ -45,8 +45,18 @@ class FeedForward(Protocol):
 
 
 def make_mixer(spec: MixerSpec, context: LayerContext, prefix: str) -> Mixer:
-    """Create the mixer that `spec` describes. Its weights have names that start with `prefix`."""
+    """Create the mixer that `spec` describes. Its weights have names that start with `prefix`.
+
+    Raises `TypeError` if `spec.keeps_slot_state` contradicts the state of the mixer: the scheduler
+    relies on the description, and the runner on the state.
+    """
     mixer: Mixer = _class_of(spec.implementation)(spec, context, prefix)
+    bytes_per_slot = mixer.state.bytes_per_slot
+    if spec.keeps_slot_state != (bytes_per_slot > 0):
+        raise TypeError(
+            f"{type(spec).__name__}.keeps_slot_state is {spec.keeps_slot_state}, but "
+            f"{type(mixer).__name__} keeps {bytes_per_slot} bytes for each sequence"
+        )
     return mixer
 
 

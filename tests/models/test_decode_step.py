@@ -35,6 +35,8 @@ from nanoactor.models.devices.cuda.kernels.decode_step.table import (
     product_of,
     shape_unsupported_reason,
 )
+from nanoactor.models.families.qwen3_moe import ExpertOptions
+from nanoactor.models.layers.kinds import ExpertsSpec
 from nanoactor.models.weights.whole_step import Mixture, PackedMatrix
 from tests.models.decode_step.emulated import Emulated
 from tests.models.decode_step.hazards import early_reads_in, early_reads_of
@@ -223,14 +225,19 @@ def test_an_option_that_the_kernel_has_never_heard_of_refuses_it():
 
 def test_options_of_a_family_are_known_with_experts_alone():
     config = config_of(dataclasses.replace(SMALL, rows=1, hidden=2048, layers=2))
-    options = dataclasses.replace(config, family_options=("experts",))
     mixture = Mixture(128, 8, 768, True)
+    known = ExpertOptions(ExpertsSpec(128, 8, 768, True), 1, ())
+    fields = [("bias", bool, dataclasses.field(default=True))]
+    more = dataclasses.make_dataclass("More", fields, bases=(ExpertOptions,), frozen=True)
 
-    def why(mixture):
-        return step_unsupported_reason(options, 1, 16, torch.bfloat16, (9, 0), mixture=mixture)
+    def why(options, mixture):
+        asked = dataclasses.replace(config, family_options=options)
+        return step_unsupported_reason(asked, 1, 16, torch.bfloat16, (9, 0), mixture=mixture)
 
-    assert "does not support family_options" in why(None)
-    assert why(mixture) is None
+    assert "does not support family_options" in why(known, None)
+    assert why(known, mixture) is None
+    assert "does not support family_options" in why(more(known.spec, 1, ()), mixture)
+    assert "does not support family_options" in why(("experts",), mixture)
 
 
 def test_a_stopped_step_names_its_phase():

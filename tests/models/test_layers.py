@@ -2,6 +2,7 @@
 transformers' models that have them."""
 
 import dataclasses
+from typing import ClassVar
 
 import pytest
 import torch
@@ -14,13 +15,24 @@ from nanoactor.models.devices.protocols import Linear
 from nanoactor.models.errors import ModelError, UnsupportedModel
 from nanoactor.models.families.family import dense_layers
 from nanoactor.models.families.registry import FAMILIES, family_of, layers_of
-from nanoactor.models.layers.kinds import AttentionSpec, LayerSpec, MLPSpec, NormSpec
+from nanoactor.models.layers.attention import Attention
+from nanoactor.models.layers.kinds import (
+    AttentionSpec,
+    ExpertsSpec,
+    LayerSpec,
+    MixerSpec,
+    MLPSpec,
+    NormSpec,
+)
 from nanoactor.models.layers.rope import RotaryEmbedding
 from nanoactor.models.model_config import RopeConfig
 from nanoactor.models.parallel import shard_of
 from nanoactor.models.weights.checkpoint import Weights
-from nanoactor.models.weights.whole_step import LayerWeights
+from nanoactor.models.weights.linear import Router
+from nanoactor.models.weights.whole_step import LayerWeights, Mixture
 from tests.models.checkpoints import CONFIGURATIONS, SMALL, make_checkpoint
+from tests.models.summing import make_summing_checkpoint
+from tests.models.summing_family import SUMMING
 from tests.models.test_decoder import Driver, Sequence
 
 
@@ -39,10 +51,10 @@ class Ranks:
         return x
 
 
-def register(monkeypatch, layers):
-    """Let the family of Qwen3 have these layers."""
-    family = dataclasses.replace(family_of("Qwen3ForCausalLM"), layers=layers)
-    monkeypatch.setitem(FAMILIES, "Qwen3ForCausalLM", family)
+def register(monkeypatch, layers, family=None):
+    """Let the family of Qwen3, or another one, have these layers."""
+    family = dataclasses.replace(family or family_of("Qwen3ForCausalLM"), layers=layers)
+    monkeypatch.setitem(FAMILIES, family.architecture, family)
 
 
 def logits_of(directory, tokens):
@@ -226,6 +238,18 @@ def test_layers_that_rotate_differently_are_refused(tmp_path, monkeypatch, devic
         Driver(tmp_path)
 
 
+class Halved(Attention):
+    """A part that inherits from a known one, and computes something else."""
+
+    def __call__(self, x, state, step):
+        return super().__call__(x, state, step) / 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HalvedSpec(AttentionSpec):
+    implementation: ClassVar[str] = "tests.models.test_layers:Halved"
+
+
 def plain(monkeypatch, tmp_path, change):
     """What the kernel of a whole step is given for a model whose layers are changed so."""
     make_checkpoint(tmp_path)
@@ -243,6 +267,8 @@ def plain(monkeypatch, tmp_path, change):
         dict(mixer=AttentionSpec(rotary_dim=8, qk_norm=NormSpec(1e-6))),
         dict(mixer=AttentionSpec(qk_norm=NormSpec(1e-3))),
         dict(norm=NormSpec(1e-6, in_float32=True)),
+        dict(norm=NormSpec(1e-2)),
+        dict(mixer=HalvedSpec(qk_norm=NormSpec(1e-6))),
     ],
     ids=str,
 )
@@ -271,6 +297,47 @@ def test_every_field_of_a_layers_description_is_known_here():
         *("qk_norm", "qkv_bias", "output_bias", "scale", "rotary_dim", "qkv", "name")
     }
     assert {f.name for f in dataclasses.fields(MLPSpec)} == {"inner", "bias", "fused", "name"}
+    assert {f.name for f in dataclasses.fields(ExpertsSpec)} == {
+        *("experts", "top_k", "inner", "renormalize", "transposed", "name")
+    }
+    assert {f.name for f in dataclasses.fields(Router)} == {"weight", "top_k", "renormalize"}
+    assert {f.name for f in dataclasses.fields(Mixture)} == {
+        *("experts", "top_k", "inner", "renormalize")
+    }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ForgetfulSpec(MixerSpec):
+    """Describes a mixer with sums of each sequence, and does not say so."""
+
+    implementation: ClassVar[str] = "tests.models.summing:RunningSum"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MistakenSpec(AttentionSpec):
+    keeps_slot_state: ClassVar[bool] = True
+
+
+@pytest.mark.parametrize(
+    ("make", "family", "mixer", "told"),
+    [
+        (make_summing_checkpoint, SUMMING, ForgetfulSpec(), "is False, but RunningSum keeps [1-9]"),
+        (make_checkpoint, None, MistakenSpec(qk_norm=NormSpec(1e-6)), "is True, but Attention kee"),
+    ],
+    ids=["missing", "too much"],
+)
+def test_a_description_that_contradicts_a_mixers_state_is_refused(
+    monkeypatch, tmp_path, make, family, mixer, told
+):
+    """Otherwise a prefix hit would skip tokens that the state has not seen."""
+    make(tmp_path)
+
+    def layers(config):
+        return tuple(dataclasses.replace(layer, mixer=mixer) for layer in dense_layers(config))
+
+    register(monkeypatch, layers, family)
+    with pytest.raises(TypeError, match=told):
+        Driver(tmp_path)
 
 
 # -- families -----------------------------------------------------------------------------

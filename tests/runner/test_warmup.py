@@ -1,7 +1,10 @@
 """The steps with which an executor warms up."""
 
+from types import SimpleNamespace
+
 import pytest
 
+from nanoactor.models.layers.state import SlotState
 from nanoactor.runner.steps.measuring import WarmUp
 from nanoactor.runner.steps.warmup import mixed_update, prefill_step
 from tests.runner.test_freezing import BLOCKS_EACH, SIZE, SLOTS, open_rank
@@ -54,3 +57,23 @@ def test_mixed_steps_have_the_fewest_and_the_most_rows(
     monkeypatch.setattr(warm_up._launcher, "launch", watch)
     warm_up._run_mixed(tokens, max_rows)
     assert found == [(tokens, rows) for rows in sizes]
+
+
+def test_the_memory_of_states_is_not_part_of_a_steps(executor, monkeypatch):
+    """It is subtracted once from what is free for the cache."""
+    bytes_per_slot = 1 << 30
+    device, allocate, allocated = executor._model.device, SlotState.allocate, 0
+
+    def count(self, zeros, blocks, block_size, slots):
+        nonlocal allocated
+        allocated += bytes_per_slot * slots
+        return allocate(self, zeros, blocks, block_size, slots)
+
+    monkeypatch.setattr(SlotState, "allocate", count)
+    monkeypatch.setattr(SlotState, "bytes_per_slot", bytes_per_slot)
+    monkeypatch.setattr(device, "memory", lambda: SimpleNamespace(free=(1 << 40) - allocated))
+    monkeypatch.setattr(device, "peak_memory", lambda: 0)
+    config, model, traits = executor._config, executor._model, executor._traits
+    _, step = WarmUp(config, model, traits, executor._make_state).run()
+    assert allocated == model.cache_sizing.slots_bytes == bytes_per_slot * (SLOTS + 1)
+    assert step < bytes_per_slot

@@ -14,7 +14,7 @@ from nanoactor.models.collective import Group, RankGroup, SingleRank
 from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices.protocols import Device, WholeStep, WholeSteps
 from nanoactor.models.errors import RanksDisagree
-from nanoactor.models.families.registry import family_of
+from nanoactor.models.families.registry import family_of, layers_of
 from nanoactor.models.layers.state import LayerState, paged_caches
 from nanoactor.models.model_config import ModelConfig
 from nanoactor.models.options import FusedSampling
@@ -225,7 +225,8 @@ class LoadedModel:
         """Raise `NotEnoughMemory` if the weights cannot fit, before minutes are spent on loading
         them."""
         config = self.config
-        elements_per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim
+        paged_layers = sum(not layer.mixer.keeps_slot_state for layer in layers_of(config))
+        elements_per_token = 2 * paged_layers * config.num_kv_heads * config.head_dim
         check_weights(
             weights.min_bytes(self._ignorable_weights()),
             elements_per_token

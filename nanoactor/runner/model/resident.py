@@ -59,6 +59,11 @@ class ResidentBatch:
         """Index, in all tables, of the dummy sequence to which padding rows belong."""
         return self._layout.dummy
 
+    def free_states(self) -> None:
+        """Free the cache and the other states of layers. No step can run afterwards."""
+        self.states.clear()
+        self._slot_arrays.clear()
+
     def reset(self) -> None:
         """Reset all tables. The contents of blocks are kept."""
         self._state.zero_()

@@ -70,13 +70,15 @@ class WarmUp:
         self._run_once(prefill)  # compiles
         if device.traits.asynchronous and self._traits.fused_sampling != "none":
             self._run_mixed(min(_MIXED_TOKENS, tokens), decode_rows - 1)
-        # Memory needed in addition to the cache: buffers, and the libraries' own allocations.
+        # Memory needed in addition to the cache and the states of layers, which `CacheSizing`
+        # counts: buffers, and the libraries' own allocations.
         dummies = device.dummy_blocks(config.max_num_seqs, self._model.block_size)
-        cache = (blocks + dummies) * self._model.cache_sizing.block_bytes
+        sizing = self._model.cache_sizing
+        cache = (blocks + dummies) * sizing.block_bytes + sizing.slots_bytes
         overhead = max(0, free - device.memory().free - cache)
         peak = self._step_peak(prefill, tokens, max_tokens, decode_rows)
         log.info("warm-up took %.1f s", time.monotonic() - begin)
-        self._launcher.resident.states.clear()
+        self._launcher.resident.free_states()
         return used, peak + overhead + (_DRIVER_BYTES if device.traits.asynchronous else 0)
 
     def _step_peak(self, prefill: Step, tokens: int, max_tokens: int, decode_rows: int) -> int:

@@ -88,6 +88,8 @@ _SUPPORTED_FIELDS = frozenset(
 Decode steps contain no images, rotations are read from tables, no sequence is longer than a
 window, and weights that the kernel cannot read are not passed to it.
 """
+_EXPERT_OPTIONS = {"spec", "step", "dense"}
+"""Fields of `ExpertOptions`, the options of families with experts."""
 _NEUTRAL = {"output_bias": False, "mlp_bias": False}
 """Other fields, each with the value that the kernel requires. All remaining fields must have their
 default values, so that a new option of a model is never ignored silently."""
@@ -117,10 +119,9 @@ def step_unsupported_reason(
         return f"{ranks} ranks share the model"
     if rows > _WIDE_MAX_ROWS and config.hidden_size >= _WIDE_HIDDEN_SIZE:
         return f"operators are as fast with more than {_WIDE_MAX_ROWS} rows at this hidden_size"
-    # If layers have experts, the family's own options concern only the experts.
-    supported_fields = (
-        _SUPPORTED_FIELDS if mixture is None else _SUPPORTED_FIELDS | {"family_options"}
-    )
+    supported_fields = set(_SUPPORTED_FIELDS)
+    if mixture is not None and _are_about_experts(config.family_options):
+        supported_fields.add("family_options")
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if field.name not in supported_fields and value != _NEUTRAL.get(field.name, field.default):
@@ -128,6 +129,14 @@ def step_unsupported_reason(
     return shape_unsupported_reason(
         Shape.of(config, rows, block_size, processors, 1, packed, mixture)
     )
+
+
+def _are_about_experts(options: object) -> bool:
+    """Return True if a family's own options only determine which layers have experts, and which
+    ones. The weights of the layers show the rest."""
+    if not dataclasses.is_dataclass(options):
+        return False
+    return {field.name for field in dataclasses.fields(options)} <= _EXPERT_OPTIONS
 
 
 class DecodeStep:
