@@ -102,7 +102,7 @@ class Decoder:
         rows = self.shard.vocabulary if self.group.size > 1 else None
         shape = self.config.vocab_size, self.config.hidden_size
         head = weights.load(_HEAD, *shape, rows=rows)
-        if tied and torch.equal(head, self._embedding.weight):
+        if tied and (not weights.has_values or torch.equal(head, self._embedding.weight)):
             return self._embedding.weight
         if tied:
             log.warning(

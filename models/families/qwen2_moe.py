@@ -36,7 +36,7 @@ def _read_options(raw: Mapping[str, Any], origin: object) -> ExpertOptions:
         "moe_intermediate_size": _INNER,
     }
     present = {key: value for key, value in raw.items() if value is not None}
-    options = read_expert_options(defaults | present, origin, renormalize=False, transposed=False)
+    options = read_expert_options(defaults | present, origin, renormalize=False)
     shared = read_positive_int(raw, "shared_expert_intermediate_size", origin, _SHARED_INNER)
     return dataclasses.replace(options, spec=SharedExpertSpec(options.spec, shared))
 

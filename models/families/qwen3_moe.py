@@ -34,12 +34,11 @@ class ExpertOptions:
 
 
 def read_expert_options(
-    raw: Mapping[str, Any], origin: object, *, renormalize: bool, transposed: bool
+    raw: Mapping[str, Any], origin: object, *, renormalize: bool
 ) -> ExpertOptions:
     """Return the options about experts in `raw`, the decoder's part of `config.json`.
 
-    `renormalize` is the default of `norm_topk_prob`. `transposed` is True if the checkpoint stores
-    the experts of a layer as (experts, inputs, outputs). Raises `ModelError` if values are invalid;
+    `renormalize` is the default of `norm_topk_prob`. Raises `ModelError` if values are invalid;
     `origin` names the file in the message.
     """
     counts = [key for key in ("num_experts", "num_local_experts") if raw.get(key) is not None]
@@ -63,7 +62,6 @@ def read_expert_options(
         top_k,
         read_positive_int(raw, "moe_intermediate_size", origin, 768),
         read_bool(raw, "norm_topk_prob", origin, renormalize),
-        transposed,
     )
     return ExpertOptions(
         spec, read_positive_int(raw, "decoder_sparse_step", origin, 1), tuple(dense)
@@ -101,13 +99,13 @@ QWEN3_MOE = dataclasses.replace(
     QWEN3,
     architecture="Qwen3MoeForCausalLM",
     layers=make_sparse_layers,
-    read_options=functools.partial(read_expert_options, renormalize=False, transposed=False),
+    read_options=functools.partial(read_expert_options, renormalize=False),
     option_keys=EXPERT_OPTION_KEYS,
 )
 QWEN3_VL_MOE = dataclasses.replace(
     QWEN3_VL,
     architecture="Qwen3VLMoeForConditionalGeneration",
     layers=make_sparse_layers,
-    read_options=functools.partial(read_expert_options, renormalize=True, transposed=True),
+    read_options=functools.partial(read_expert_options, renormalize=True),
     option_keys=EXPERT_OPTION_KEYS,
 )

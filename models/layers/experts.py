@@ -68,26 +68,41 @@ def _read_fused(
     spec: ExpertsSpec, weights: Weights, name: str, hidden: int, rank_span: Span
 ) -> ExpertWeights:
     """Load experts that are stored in two tensors: gate and up projections of all experts, and down
-    projections of all experts."""
+    projections of all experts. The tensors may be transposed.
+
+    Raises `UnsupportedModel` if the experts are packed.
+    """
     gate_up_name, down_name = f"{name}.gate_up_proj", f"{name}.down_proj"
-    experts, inner, up_span = spec.experts, spec.inner, rank_span.shifted(spec.inner)
-    shape, transposed_shape = (experts, 2 * inner, hidden), (experts, hidden, 2 * inner)
-    is_transposed = (
-        spec.transposed
-        if shape == transposed_shape
-        else weights.shape_of(gate_up_name) == transposed_shape
+    experts, inner = spec.experts, spec.inner
+    if weights.is_packed(Projection((Part(gate_up_name, 2 * inner),), hidden)):
+        raise UnsupportedModel(
+            f"{gate_up_name}: packed experts in one tensor per layer are not supported; store one "
+            "tensor per expert and projection"
+        )
+    gate_up_shape, down_shape = (experts, 2 * inner, hidden), (experts, hidden, inner)
+    # One of the two tensors always shows the order: hidden cannot equal both inner and 2 * inner.
+    name_to_check, shape = (
+        (down_name, down_shape) if hidden == 2 * inner else (gate_up_name, gate_up_shape)
     )
-    if is_transposed:
-        parts = [
-            weights.load(gate_up_name, *transposed_shape, spans=(None, None, span))
-            for span in (rank_span, up_span)
-        ]
-        gate_up = torch.cat(parts, -1).transpose(1, 2).contiguous()
-        down_weight = weights.load(down_name, experts, inner, hidden, spans=(None, rank_span, None))
-        return ExpertWeights(Dense(gate_up), Dense(down_weight.transpose(1, 2).contiguous()))
-    parts = [
-        weights.load(gate_up_name, *shape, spans=(None, span, None))
-        for span in (rank_span, up_span)
-    ]
-    down_weight = weights.load(down_name, experts, hidden, inner, spans=(None, None, rank_span))
-    return ExpertWeights(Dense(torch.cat(parts, 1)), Dense(down_weight))
+    is_transposed = name_to_check in weights and weights.shape_of(name_to_check) == (
+        shape[0],
+        *shape[:0:-1],
+    )
+
+    def load(tensor_name: str, shape: tuple[int, ...], *spans: Span | None) -> torch.Tensor:
+        """Return a part of a tensor, (experts, outputs, inputs)."""
+        if not is_transposed:
+            return weights.load(tensor_name, *shape, spans=(None, *spans))
+        stored_shape, stored_spans = (shape[0], *shape[:0:-1]), (None, *spans[::-1])
+        return weights.load(tensor_name, *stored_shape, spans=stored_spans).transpose(1, 2)
+
+    size = rank_span.size
+    gate_up: torch.Tensor | None = None
+    for index, span in enumerate((rank_span, rank_span.shifted(inner))):
+        part = load(gate_up_name, gate_up_shape, span, None)
+        if gate_up is None:
+            gate_up = part.new_empty(experts, 2 * size, hidden)
+        gate_up[:, index * size : (index + 1) * size].copy_(part)
+    assert gate_up is not None
+    down = load(down_name, down_shape, None, rank_span).contiguous()
+    return ExpertWeights(Dense(gate_up), Dense(down))

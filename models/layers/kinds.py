@@ -98,9 +98,6 @@ class ExpertsSpec(FeedForwardSpec):
     """Number of features between an expert's up and down projections."""
     renormalize: bool
     """True if the routing weights of a token's experts are scaled to a sum of 1."""
-    transposed: bool = False
-    """True if a tensor with all experts of a layer is (experts, inputs, outputs). Used only if the
-    shape of the tensor does not show the order."""
     name: str = "mlp"
 
 

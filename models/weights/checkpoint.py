@@ -193,27 +193,11 @@ class Weights:
         Raises `WeightsError` if the tensor is missing, has another shape or dtype, or cannot be
         read.
         """
-        file_name = self._file_of.get(name)
-        if file_name is None:
-            raise WeightsError(
-                f"{self._directory} has no weight {name!r}; check that config.json belongs to "
-                "this checkpoint"
-            )
+        tensor_slice = self._find(name, shape, stored)
         self._loaded_names.add(name)
+        file_name = self._file_of[name]
         path = self._directory / file_name
         try:
-            tensor_slice = self._files[file_name].get_slice(name)
-            if tuple(tensor_slice.get_shape()) != shape:
-                raise WeightsError(
-                    f"{path}: {name} has shape {tuple(tensor_slice.get_shape())}, but config.json "
-                    f"requires {shape}"
-                )
-            allowed_types = _FLOAT_TYPES if stored is None else (_STORED_TYPE_NAMES[stored],)
-            if tensor_slice.get_dtype() not in allowed_types:
-                raise WeightsError(
-                    f"{path}: {name} has dtype {tensor_slice.get_dtype()}, but for this tensor "
-                    f"config.json allows only {', '.join(allowed_types)}"
-                )
             if spans:
                 index = tuple(slice(s.start, s.stop) if s else slice(None) for s in spans)
                 tensor: torch.Tensor = tensor_slice[index]
@@ -230,6 +214,58 @@ class Weights:
         converted = checked.to(self.device, dtype)
         # A tensor that was not converted still maps the file, which may change at any time.
         return converted.clone() if converted.data_ptr() == tensor.data_ptr() else converted
+
+    def _find(self, name: str, shape: tuple[int, ...], stored: torch.dtype | None) -> Any:
+        """Return a tensor's slice, of which nothing has been read yet. `shape` and `stored` are the
+        required shape and dtype, as in `load`. Raises `WeightsError` if the tensor is missing or
+        does not have them."""
+        file_name = self._file_of.get(name)
+        if file_name is None:
+            raise WeightsError(
+                f"{self._listing} has no weight {name!r}; check that config.json belongs to "
+                "this checkpoint"
+            )
+        path = self._directory / file_name
+        try:
+            tensor_slice = self._files[file_name].get_slice(name)
+        except SafetensorError as error:
+            raise WeightsError(f"{path}: {name}: {error}") from error
+        found_shape, found_type = tuple(tensor_slice.get_shape()), tensor_slice.get_dtype()
+        if found_shape != shape:
+            raise WeightsError(
+                f"{path}: {name} has shape {found_shape}, but config.json requires {shape}"
+            )
+        allowed_types = _FLOAT_TYPES if stored is None else (_STORED_TYPE_NAMES[stored],)
+        if found_type not in allowed_types:
+            raise WeightsError(
+                f"{path}: {name} has dtype {found_type}, but for this tensor config.json allows "
+                f"only {', '.join(allowed_types)}"
+            )
+        return tensor_slice
+
+    @property
+    def _listing(self) -> Path:
+        """The file that lists all tensors, or the directory if several files do without one."""
+        if (self._directory / INDEX).exists():
+            return self._directory / INDEX
+        return (
+            self._directory / next(iter(self._files)) if len(self._files) == 1 else self._directory
+        )
+
+    def _share_files(self, weights: Weights) -> None:
+        """Use the open files and the format of other weights, which close them."""
+        self._directory, self._format = weights._directory, weights._format
+        self._files, self._file_of = weights._files, weights._file_of
+
+    @property
+    def has_files(self) -> bool:
+        """True if the tensors are those of a checkpoint."""
+        return True
+
+    @property
+    def has_values(self) -> bool:
+        """True if loaded tensors have values."""
+        return self.device.type != "meta"
 
     def warn_about_unused(self, ignored: Collection[str] = ()) -> None:
         """Log a warning if the checkpoint has tensors that were never loaded. Such a checkpoint may
@@ -281,10 +317,14 @@ class Weights:
             tensor = torch.cat((tensor, tensor.new_zeros(rows.size - available, *shape[1:])))
         return tensor
 
+    def is_packed(self, projection: Projection) -> bool:
+        """Return True if, by config.json, the weights of a projection are packed."""
+        return self._format is not None and self._format.is_quantized(projection)
+
     def linear(self, projection: Projection) -> LinearWeights:
         """Return the weights of a projection in the checkpoint's format. Raises `WeightsError` as
         `load` does."""
-        if self._format is not None and self._format.is_quantized(projection):
+        if self._format is not None and self.is_packed(projection):
             return self._format.read(self, projection)
         matrices = [
             self.load(
@@ -395,6 +435,11 @@ class RandomWeights(Weights):
 
     def __exit__(self, *_: object) -> None:
         """Do nothing, because no file is open."""
+
+    @property
+    def has_files(self) -> bool:
+        """False, because any shape can be requested."""
+        return False
 
     def warn_about_unused(self, ignored: Collection[str] = ()) -> None:
         """Do nothing. There are no tensors besides the requested ones."""

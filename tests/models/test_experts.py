@@ -19,10 +19,11 @@ from nanoactor.models.devices.cuda.kernels import routing
 from nanoactor.models.devices.portable import PortableOperators
 from nanoactor.models.errors import ModelError, UnsupportedModel, WeightsError
 from nanoactor.models.families.qwen2_moe import QWEN2_MOE
-from nanoactor.models.layers.experts import Experts
+from nanoactor.models.layers.experts import Experts, _read_fused, _read_separate
 from nanoactor.models.layers.kinds import ExpertsSpec
 from nanoactor.models.layers.mlp import MLP
-from nanoactor.models.weights.checkpoint import Weights
+from nanoactor.models.parallel import Span
+from nanoactor.models.weights.checkpoint import Weights, format_of
 from nanoactor.models.weights.linear import Dense, ExpertWeights, Router
 from nanoactor.models.weights.whole_step import Mixture
 from tests.models.checkpoints import CONFIGURATIONS, SMALL, make_checkpoint
@@ -262,11 +263,53 @@ def fuse(directory, transposed):
     save_file(tensors, path, {"format": "pt"})
 
 
+@pytest.mark.parametrize("inner", [40, 32, 64])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_experts_of_a_layer_may_be_one_tensor(tmp_path, transposed):
-    model = make_checkpoint(tmp_path, **MOE)
+def test_experts_of_a_layer_may_be_one_tensor(tmp_path, transposed, inner):
+    """With a hidden size of 64, one of the two tensors looks the same transposed, or none does."""
+    model = make_checkpoint(tmp_path, **MOE | dict(moe_intermediate_size=inner))
     fuse(tmp_path, transposed)
     torch.testing.assert_close(logits_of(tmp_path), expected_of(model), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_each_rank_reads_its_part_of_fused_experts(tmp_path, transposed, ranks):
+    make_checkpoint(tmp_path, **MOE)
+    config = read_config(tmp_path)
+    spec, name = config.family_options.spec, "model.layers.1.mlp.experts"
+
+    def read(function):
+        with Weights(tmp_path, torch.float32, torch.device("cpu")) as weights:
+            spans = [Span(40 * rank // ranks, 40 * (rank + 1) // ranks) for rank in range(ranks)]
+            return [function(spec, weights, name, config.hidden_size, span) for span in spans]
+
+    separate = read(_read_separate)
+    fuse(tmp_path, transposed)
+    for one, other in zip(separate, read(_read_fused), strict=True):
+        assert torch.equal(one.gate_up.weight, other.gate_up.weight)
+        assert torch.equal(one.down.weight, other.down.weight)
+        assert other.down.weight.is_contiguous()
+
+
+def test_packed_experts_in_one_tensor_are_refused_by_name(tmp_path):
+    """Also if the tensors are not packed, although the configuration says so."""
+    make_checkpoint(tmp_path, **MOE)
+    fuse(tmp_path, False)
+    path = tmp_path / "config.json"
+    packed = dict(quant_method="fp8", weight_block_size=[16, 32])
+    path.write_text(json.dumps(json.loads(path.read_text()) | dict(quantization_config=packed)))
+    config = read_config(tmp_path)
+    refused = pytest.raises(UnsupportedModel, match=r"experts\.gate_up_proj: packed experts in one")
+    with (
+        Weights(
+            tmp_path, torch.float32, torch.device("cpu"), packed=format_of(config.quantization)
+        ) as weights,
+        refused,
+    ):
+        _read_fused(
+            config.family_options.spec, weights, "model.layers.0.mlp.experts", 64, Span(0, 40)
+        )
 
 
 def test_the_kernel_of_a_whole_step_gets_experts_and_their_router(tmp_path):

@@ -298,7 +298,7 @@ def test_every_field_of_a_layers_description_is_known_here():
     }
     assert {f.name for f in dataclasses.fields(MLPSpec)} == {"inner", "bias", "fused", "name"}
     assert {f.name for f in dataclasses.fields(ExpertsSpec)} == {
-        *("experts", "top_k", "inner", "renormalize", "transposed", "name")
+        *("experts", "top_k", "inner", "renormalize", "name")
     }
     assert {f.name for f in dataclasses.fields(Router)} == {"weight", "top_k", "renormalize"}
     assert {f.name for f in dataclasses.fields(Mixture)} == {

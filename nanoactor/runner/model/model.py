@@ -21,6 +21,7 @@ from nanoactor.models.options import FusedSampling
 from nanoactor.models.sampling.sharded import ShardedSampler, gather_logits
 from nanoactor.models.vision.tower import VisionTower
 from nanoactor.models.weights.checkpoint import RandomWeights, Weights, format_of
+from nanoactor.models.weights.headers import check_tensors
 from nanoactor.runner.batch.batch import FALLBACK_AT_ONCE, BatchTraits
 from nanoactor.runner.config import RankConfig, check_weights
 from nanoactor.runner.model.cache_sizing import CacheSizing
@@ -57,15 +58,10 @@ class LoadedModel:
         self.group = self._join_group()
         with torch.inference_mode(), self._open_weights() as weights:
             self._check_weights(weights)
-            self.network = Decoder(
-                self.config,
-                weights,
-                device,
-                files.max_model_len,
-                self.group,
-                headless=not files.generates,
-            )
-            self.encoder = self._load_encoder(weights)
+            if weights.has_files:
+                check_tensors(weights, self._make_networks)
+            self.network, tower = self._make_networks(weights, device)
+            self.encoder = self._make_encoder(tower)
             if config.rank == 0:
                 weights.warn_about_unused(self._ignorable_weights())
         self.cache_sizing = CacheSizing(
@@ -163,13 +159,30 @@ class LoadedModel:
         # Some checkpoints with tied embeddings store the LM head nevertheless.
         return ["lm_head.weight"] if self.config.tie_embeddings else []
 
-    def _load_encoder(self, weights: Weights) -> Encoder | None:
-        vision, images = self.config.vision, self._config.files.images
-        if vision is None or images is None:
-            return None
+    def _make_networks(
+        self, weights: Weights, device: Device
+    ) -> tuple[Decoder, VisionTower | None]:
+        """Return the decoder and the vision tower with these weights; the tower is None if the
+        model accepts no images."""
+        files = self._config.files
+        decoder = Decoder(
+            self.config,
+            weights,
+            device,
+            files.max_model_len if weights.has_values else 1,
+            self.group,
+            headless=not files.generates,
+        )
+        if self.config.vision is None or files.images is None:
+            return decoder, None
         prefix = family_of(self.config.architecture).vision_prefix
         assert prefix is not None
-        tower = VisionTower(vision, weights, self.device, prefix)
+        return decoder, VisionTower(self.config.vision, weights, device, prefix)
+
+    def _make_encoder(self, tower: VisionTower | None) -> Encoder | None:
+        vision, images = self.config.vision, self._config.files.images
+        if tower is None or vision is None or images is None:
+            return None
         pages = encoder_pages(self._config.engine, self._config.files)
         budget = self._config.engine.max_num_batched_tokens
         return Encoder(
