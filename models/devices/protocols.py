@@ -185,6 +185,9 @@ class DeviceTraits:
     write. The default allows no such steps."""
     deep_pipeline: bool = False
     """True if queueing one more step in advance costs only negligible memory."""
+    multiplies_packed: bool = False
+    """True if linear operators read packed (quantized) weights. If False, weights are unpacked when
+    they are loaded."""
     keeps_logits: bool = False
     """True if logits, not hidden states, are kept for rows with a mask of allowed ids, because
     reading the language-modeling head again costs more than the memory for the logits."""

@@ -28,6 +28,8 @@ log = logging.getLogger("nanoactor.weights")
 INDEX = "model.safetensors.index.json"
 _FLOAT_TYPES = ("F64", "F32", "BF16", "F16")
 """Safetensors dtypes of weights that are not packed."""
+_FP8_TYPES = ("F8_E4M3",)
+"""Safetensors dtypes of packed weights with one element per number."""
 _INTEGER_SIZES = {"I32": 4, "I64": 8, "I16": 2, "U16": 2, "U32": 4, "U64": 8}
 """Sizes in bytes of the integer dtypes that take more than one byte."""
 _UNUSED_SUFFIXES = (".rotary_emb.inv_freq", ".masked_bias", ".attn.bias")
@@ -369,11 +371,12 @@ class Weights:
         assert stack is not None, "nothing to stack"
         return stack
 
-    def min_bytes(self, ignored: Collection[str] = ()) -> int:
+    def min_bytes(self, ignored: Collection[str] = (), *, unpacked: bool = False) -> int:
         """Return a lower bound on the total size of all ranks' weights, in bytes.
 
-        Packed tensors count with their size in the file, all others with the size of the model's
-        dtype. Tensors named in `ignored` do not count.
+        Packed tensors count with their size in the file, or with the size of the model's dtype if
+        `unpacked` is True. All others have the model's dtype. Tensors named in `ignored` do not
+        count.
         """
         own_size = torch.empty(0, dtype=self.dtype).element_size()
         total = 0
@@ -382,9 +385,8 @@ class Weights:
                 continue
             tensor_slice = self._files[file_name].get_slice(name)
             stored_type = tensor_slice.get_dtype()
-            element_size = (
-                own_size if stored_type in _FLOAT_TYPES else _INTEGER_SIZES.get(stored_type, 1)
-            )
+            has_own_size = stored_type in _FLOAT_TYPES or (unpacked and stored_type in _FP8_TYPES)
+            element_size = own_size if has_own_size else _INTEGER_SIZES.get(stored_type, 1)
             total += math.prod(tensor_slice.get_shape()) * element_size
         return total
 
@@ -444,7 +446,7 @@ class RandomWeights(Weights):
     def warn_about_unused(self, ignored: Collection[str] = ()) -> None:
         """Do nothing. There are no tensors besides the requested ones."""
 
-    def min_bytes(self, ignored: Collection[str] = ()) -> int:
+    def min_bytes(self, ignored: Collection[str] = (), *, unpacked: bool = False) -> int:
         """Return 0, because the size is unknown without files."""
         return 0
 

@@ -41,7 +41,7 @@ class RankConfig:
 
 _MIB = 1 << 20
 _MAX_RANKS = 64
-_MIN_LENGTH = 2
+MIN_LENGTH = 2
 """Number of tokens in the shortest possible context: one prompt token and one output token."""
 
 
@@ -51,7 +51,7 @@ def check_cache(blocks: int, files: ModelFiles, block_size: int, why: str) -> No
     tokens) has to fit. `why` explains the number of blocks in the error message."""
     needed = -(-files.max_model_len // block_size)
     if files.is_length_auto:
-        needed = min(needed, -(-_MIN_LENGTH // block_size))
+        needed = min(needed, -(-MIN_LENGTH // block_size))
     if blocks < needed:
         capacity = max(0, blocks) * block_size
         lower = f"lower max_model_len to {capacity} or less, or " if capacity > 1 else ""
@@ -63,28 +63,52 @@ def check_cache(blocks: int, files: ModelFiles, block_size: int, why: str) -> No
         )
 
 
-def check_weights(
-    weights: int, sequence: int, free: int, ranks: int, *, shared: bool, what: str
-) -> None:
-    """Raise `NotEnoughMemory`, with advice, if not even the weights fit into memory.
+@dataclasses.dataclass(frozen=True, slots=True)
+class MemoryNeeds:
+    """Lower bounds on the memory that a model takes, in total over all ranks."""
 
-    `weights` and `sequence` (the KV cache of the longest sequence) are sizes in bytes, in total
-    over all ranks. `free` is the free memory in bytes: of one device, or of all ranks together if
-    they share memory (`shared`). `what` names the dtype of the weights in the error message.
+    weights: int
+    """Size of the weights in bytes."""
+    weights_format: str
+    """Dtype or format of the weights, for error messages."""
+    bytes_per_token: int
+    """Size in bytes of a token in the KV cache."""
+    length: int
+    """Number of tokens of the longest sequence, which must fit into the KV cache."""
+
+    @property
+    def cache(self) -> int:
+        """Size in bytes of the KV cache of the longest sequence."""
+        return self.bytes_per_token * self.length
+
+
+def check_weights(needs: MemoryNeeds, free: int, share: float, ranks: int, *, shared: bool) -> None:
+    """Raise `NotEnoughMemory`, with the arithmetic and what would fit, if the weights and the KV
+    cache of one sequence do not fit into memory.
+
+    `free` is the free memory in bytes: of one device, or of all ranks together if they share memory
+    (`shared`). The engine may use the fraction `share` of it.
     """
-    available = free // ranks if shared else free
-    if weights // ranks <= available:
+    usable = int(free * share) // ranks if shared else int(free * share)
+    if (needs.weights + needs.cache) // ranks <= usable:
         return
-    device = "this machine" if shared else "each device"
-    needed = weights if shared else weights // ranks
+    device, divisor = ("this machine", 1) if shared else ("each device", ranks)
     text = (
-        f"the weights in {what} take at least {needed // _MIB} MiB of {device}, which has "
-        f"{free // _MIB} MiB free; in addition, the cache takes {sequence // _MIB} MiB for one "
-        "sequence of max_model_len, and steps need memory for activations"
+        f"the weights in {needs.weights_format} take at least {needs.weights // divisor // _MIB} "
+        f"MiB of {device}, and the KV cache of one sequence of {needs.length} tokens takes "
+        f"{needs.cache // divisor // _MIB} MiB; the engine may use {share:.0%} of {free // _MIB} "
+        "MiB free (memory_utilization), also for the activations of steps"
     )
+    room = usable * ranks - needs.weights
+    if room >= MIN_LENGTH * needs.bytes_per_token:
+        text += f". max_model_len {room // needs.bytes_per_token} might fit"
     larger_sizes = (2**n for n in range(_MAX_RANKS.bit_length()) if 2**n > ranks)
-    ranks_needed = next((n for n in larger_sizes if (weights + sequence) // n < 0.9 * free), None)
+    total = needs.weights + needs.cache
+    ranks_needed = next((n for n in larger_sizes if total // n < 0.9 * usable), None)
     if ranks_needed and not shared:
-        mebibytes = weights // ranks_needed // _MIB
-        text += f". tensor_parallel_size {ranks_needed} would take {mebibytes} MiB of each device"
+        mebibytes = needs.weights // ranks_needed // _MIB
+        text += (
+            f". With tensor_parallel_size {ranks_needed}, the weights would take {mebibytes} MiB "
+            "of each device"
+        )
     raise NotEnoughMemory(f"{text}. Use a smaller model, a smaller dtype or packed weights")

@@ -19,7 +19,7 @@ from nanoactor.models.errors import (
 )
 from nanoactor.models.weights.checkpoint import Weights
 from nanoactor.requests.params import TokenCap
-from nanoactor.runner.config import check_weights
+from nanoactor.runner.config import MemoryNeeds, check_weights
 from tests.conftest import children
 from tests.engine.conftest import DEMO
 from tests.engine.harness import collect, engine, greedy, ids
@@ -215,7 +215,7 @@ def test_too_small_a_cache_is_refused_with_the_arithmetic():
         NotEnoughMemory, match="63 blocks of 16.*needs 64 blocks; lower max_model_len"
     ):
         asyncio.run(main(num_kv_blocks=63))
-    with pytest.raises(NotEnoughMemory, match="MiB free - .* MiB of weights"):
+    with pytest.raises(NotEnoughMemory, match=r"take at least .* may use 0% of .* MiB free \(mem"):
         asyncio.run(main(memory_utilization=1e-6))
 
 
@@ -223,23 +223,27 @@ MIB = 1 << 20
 
 
 @pytest.mark.parametrize(
-    ("weights", "free", "ranks", "shared", "word"),
+    ("weights", "free", "share", "ranks", "shared", "word"),
     [
-        (15000, 16000, 1, False, None),
-        (15000, 14000, 1, False, "15000 MiB of each device.*14000 MiB free"),
-        (15000, 14000, 1, False, "tensor_parallel_size 2 would take 7500 MiB of each"),
-        (15000, 7400, 2, False, "7500 MiB of each device.*tensor_parallel_size 4 would"),
-        (15000, 7600, 2, False, None),
-        (15000, 14000, 4, True, "15000 MiB of this machine.*14000 MiB free.*512 MiB for one"),
-        (15000, 16000, 4, True, None),
+        (15000, 16000, 1.0, 1, False, None),
+        (15000, 15600, 1.0, 1, False, None),
+        (15000, 15500, 1.0, 1, False, "512 tokens takes 512 MiB.* max_model_len 500 might fit"),
+        (15000, 16000, 0.9, 1, False, "15000 MiB of each device.* may use 90% of 16000 MiB free"),
+        (15000, 14000, 1.0, 1, False, "15000 MiB of each device.*14000 MiB free"),
+        (15000, 14000, 1.0, 1, False, "tensor_parallel_size 2, the weights would take 7500 MiB"),
+        (15000, 7400, 1.0, 2, False, "7500 MiB of each device.*tensor_parallel_size 4, the w"),
+        (15000, 7800, 1.0, 2, False, None),
+        (15000, 14000, 1.0, 4, True, "15000 MiB of this machine.* 512 MiB; .*14000 MiB free"),
+        (15000, 16000, 1.0, 4, True, None),
+        (15000, 16000, 0.9, 4, True, "15000 MiB of this machine.* 90% of 16000 MiB free"),
     ],
 )
 def test_weights_that_cannot_fit_are_refused_with_the_arithmetic(
-    weights, free, ranks, shared, word
+    weights, free, share, ranks, shared, word
 ):
     def check():
-        sizes = weights * MIB, 512 * MIB, free * MIB, ranks
-        check_weights(*sizes, shared=shared, what="bfloat16")
+        needs = MemoryNeeds(weights * MIB, "bfloat16", MIB, 512)
+        check_weights(needs, free * MIB, share, ranks, shared=shared)
 
     if word is None:
         check()

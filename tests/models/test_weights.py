@@ -535,3 +535,4 @@ def test_the_least_that_weights_take_is_known_before_they_are_read(tmp_path):
         with Weights(tmp_path, dtype, CPU) as weights:
             assert weights.min_bytes(["spare"]) == each * (15 + 2) + 32
             assert weights.min_bytes() == each * (15 + 2 + 100) + 32
+            assert weights.min_bytes(["spare"], unpacked=True) == each * (15 + 2 + 32)

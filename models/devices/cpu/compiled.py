@@ -101,7 +101,10 @@ class CompiledCPUDevice(CPUDevice):
         super().__init__()
         utilization = self.traits.default_memory_utilization + _REPACK_FRACTION
         self.traits = dataclasses.replace(
-            self.traits, fused_sampling="all", default_memory_utilization=utilization
+            self.traits,
+            fused_sampling="all",
+            default_memory_utilization=utilization,
+            multiplies_packed=True,
         )
         self._threads = 1
         self._repack_budget = int(self.memory().free * _REPACK_FRACTION)

@@ -249,6 +249,7 @@ class CUDADevice(PortableCUDADevice):
         capability = properties.major, properties.minor
         self.prefill_attention = PrefillAttention(capability, properties.multi_processor_count)
         self._multiplies_fp8 = capability >= FP8_CAPABILITY
+        self.traits = dataclasses.replace(self.traits, multiplies_packed=self._multiplies_fp8)
         self._fp8_products = ProductKernels(capability)
 
     def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:

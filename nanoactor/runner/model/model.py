@@ -23,7 +23,7 @@ from nanoactor.models.vision.tower import VisionTower
 from nanoactor.models.weights.checkpoint import RandomWeights, Weights, format_of
 from nanoactor.models.weights.headers import check_tensors
 from nanoactor.runner.batch.batch import FALLBACK_AT_ONCE, BatchTraits
-from nanoactor.runner.config import RankConfig, check_weights
+from nanoactor.runner.config import MIN_LENGTH, MemoryNeeds, RankConfig, check_weights
 from nanoactor.runner.model.cache_sizing import CacheSizing
 from nanoactor.runner.model.encoder import Encoder
 from nanoactor.runner.model.layer_states import slot_bytes
@@ -237,19 +237,23 @@ class LoadedModel:
     def _check_weights(self, weights: Weights) -> None:
         """Raise `NotEnoughMemory` if the weights cannot fit, before minutes are spent on loading
         them."""
-        config = self.config
+        config, files, engine = self.config, self._config.files, self._config.engine
+        traits = self.device.traits
+        is_unpacked = config.quantization is not None and not traits.multiplies_packed
+        weights_format = self.dtype_name
+        if config.quantization is not None:
+            weights_format += ", unpacked on this device," if is_unpacked else " or packed"
         paged_layers = sum(not layer.mixer.keeps_slot_state for layer in layers_of(config))
-        elements_per_token = 2 * paged_layers * config.num_kv_heads * config.head_dim
-        check_weights(
-            weights.min_bytes(self._ignorable_weights()),
-            elements_per_token
-            * self._config.files.max_model_len
-            * torch.empty(0, dtype=self.dtype).itemsize,
-            self.free_bytes,
-            self.group.size,
-            shared=self.device.traits.shared_memory,
-            what=f"{self.dtype_name} or packed" if config.quantization else self.dtype_name,
+        needs = MemoryNeeds(
+            weights.min_bytes(self._ignorable_weights(), unpacked=is_unpacked),
+            weights_format,
+            2 * paged_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize,
+            MIN_LENGTH if files.is_length_auto else files.max_model_len,
         )
+        share = engine.memory_utilization or traits.default_memory_utilization
+        if engine.num_kv_blocks is not None:  # may take all that is free
+            share = 1.0
+        check_weights(needs, self.free_bytes, share, self.group.size, shared=traits.shared_memory)
 
     def allocate(self, blocks: int, slots: int) -> list[LayerState]:
         """Allocate and return the state of each layer, for `blocks` KV blocks and `slots`
