@@ -39,6 +39,10 @@ from tests.models.summing import make_summing_checkpoint
 from tests.models.summing_family import SUMMING, register
 
 ROOT = Path(__file__).parents[2]
+DEEPEST = 4
+"""As many steps in flight as an engine allows."""
+USUAL = {*covering(), ("untied", (4, 5), DEEPEST, "late")}
+"""Schedules that each `make test` runs."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -71,8 +75,8 @@ def load(summing):
 @pytest.mark.parametrize(
     ("budget", "depth", "lead"),
     [
-        pytest.param(*v, marks=() if ("untied", *v) in {*covering()} else pytest.mark.long)
-        for v in [(b, d, lead) for b in BUDGETS for d in DEPTHS for lead in LEADS]
+        pytest.param(*v, marks=() if ("untied", *v) in USUAL else pytest.mark.long)
+        for v in [(b, d, lead) for b in BUDGETS for d in (*DEPTHS, DEEPEST) for lead in LEADS]
     ],
     ids=str,
 )
@@ -83,7 +87,8 @@ def test_every_schedule_gives_the_same_tokens(load, budget, depth, lead):
 async def under_load(load, budget, depth, lead):
     seqs, tokens = budget
     changes = dict(max_num_seqs=seqs, max_num_batched_tokens=tokens, **test_matrix.CACHE)
-    async with engine(load.directory, pipeline_depth=depth, plan_lead=lead, **changes) as llm:
+    changes |= dict(pipeline_depth=depth, max_pipeline_depth=max(depth, *DEPTHS))
+    async with engine(load.directory, plan_lead=lead, **changes) as llm:
         for job in load.near:
             assert (await one(llm, load, job)).num_cached_tokens == 0
         await ends(llm, load)
@@ -138,7 +143,13 @@ def check_logprobs(model, prompt, answer):
 
 
 @pytest.mark.parametrize(
-    "changes", [dict(), dict(TIGHT, **NO_CACHE, max_num_batched_tokens=24)], ids=["wide", "tight"]
+    "changes",
+    [
+        dict(),
+        dict(TIGHT, **NO_CACHE, max_num_batched_tokens=24),
+        dict(TIGHT, pipeline_depth=DEEPEST, max_pipeline_depth=DEEPEST),
+    ],
+    ids=["wide", "tight", "deep"],
 )
 @pytest.mark.parametrize("width", [2, 3])
 def test_beams_swap_their_sums(tmp_path, width, changes):
@@ -232,6 +243,7 @@ def test_a_stream_goes_on_after_a_death_with_its_prefix_computed_again(summing, 
 
     async def main():
         changes = dict(placement="default", block_size=4, restart_window=0.01)
+        changes |= dict(pipeline_depth=DEEPEST, max_pipeline_depth=DEEPEST)
         async with engine(directory, **changes) as llm:
             told, pid, at, before = [], llm.pids[name], 0, None
             async for output in llm.generate(ids(prompt), greedy(400)):
