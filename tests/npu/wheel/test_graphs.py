@@ -85,11 +85,12 @@ def test_compiled_steps_give_the_cpus_tokens(model, monkeypatch, tmp_path, mode,
     assert found == asyncio.run(outputs(device="cpu"))[0]
 
 
-def test_compiled_steps_have_experts(tmp_path, monkeypatch):
+@pytest.mark.parametrize("configuration", ["qwen3_moe", "granite", "mistral", "fp8"])
+def test_compiled_steps_of_other_families(tmp_path, monkeypatch, configuration):
     """Their operators are converted, and no step runs outside the graph."""
     emulate(monkeypatch)
     changes = dict(head_dim=128, num_attention_heads=4, num_key_value_heads=2)
-    make_checkpoint(tmp_path, **{**CONFIGURATIONS["qwen3_moe"], **changes})
+    make_checkpoint(tmp_path, **{**CONFIGURATIONS[configuration], **changes})
     prompts = ragged_prompts(211, [5, 30], seed=6)
 
     async def outputs(**changes):

@@ -104,10 +104,11 @@ def test_the_engine_gives_the_cpus_tokens(model, opened, layout, mode, depth):
     assert not [name for name, what in runtime.mode.copies if what == "waits"]
 
 
-def test_experts_give_the_cpus_tokens(tmp_path, opened):
-    """Sorted and multiplied in groups by recorded steps, which read no count back."""
+@pytest.mark.parametrize("configuration", ["qwen3_moe", "granite", "mistral", "fp8"])
+def test_other_families_give_the_cpus_tokens(tmp_path, opened, configuration):
+    """Experts are sorted and multiplied in groups by recorded steps, which read no count back."""
     changes = dict(head_dim=128, num_attention_heads=4, num_key_value_heads=2)
-    changes = {**CONFIGURATIONS["qwen3_moe"], **changes}
+    changes = {**CONFIGURATIONS[configuration], **changes}
     made = make_checkpoint(tmp_path, max_position_embeddings=1024, **changes)
     prompts = ragged_prompts(211, [7, 140, 33], seed=2)
     found, figures = outputs(tmp_path, prompts, device="npu", num_kv_blocks=9)

@@ -187,8 +187,16 @@ def test_every_kind_of_step_keeps_the_contract(layout, name):
     [
         dict(architecture="Qwen2ForCausalLM"),
         dict(architecture="LlamaForCausalLM", attention_bias=True, mlp_bias=True),
+        dict(architecture="MistralForCausalLM", sliding_window=None),
+        dict(
+            architecture="GraniteForCausalLM",
+            embedding_multiplier=12.0,
+            residual_multiplier=0.22,
+            attention_multiplier=0.0078125,
+            logits_scaling=16.0,
+        ),
     ],
-    ids=["qwen2", "llama"],
+    ids=["qwen2", "llama", "mistral", "granite"],
 )
 def test_heads_that_are_not_normed_keep_the_contract(layout, family):
     with FakeTensorMode(), torch.inference_mode():
