@@ -117,7 +117,7 @@ def parse_config(raw: Mapping[str, Any], origin: object = "config") -> ModelConf
         quantization=_read_quantization(raw, origin),
         family_options=family.read_options(raw, origin) if family.read_options else None,
     )
-    _check_supported(raw, config, origin)
+    _check_supported(raw, config, family, origin)
     return config
 
 
@@ -291,15 +291,17 @@ def _read_rope_object(raw: Mapping[str, Any], key: str, origin: object) -> dict[
     return value
 
 
-def _check_supported(raw: Mapping[str, Any], config: ModelConfig, origin: object) -> None:
+def _check_supported(
+    raw: Mapping[str, Any], config: ModelConfig, family: Family, origin: object
+) -> None:
     if raw.get("hidden_act", "silu") != "silu":
         raise UnsupportedModel(
             f"{origin}: hidden_act is {raw['hidden_act']!r}, but only silu is supported"
         )
-    if raw.get("use_sliding_window"):
+    switch = family.window_switch
+    if switch is not None and raw.get(switch):
         raise UnsupportedModel(
-            f"{origin}: use_sliding_window must be false, because sliding-window attention "
-            "is not supported"
+            f"{origin}: {switch} must be false, because sliding-window attention is not supported"
         )
     kinds = raw.get("layer_types") or []
     if not isinstance(kinds, list):

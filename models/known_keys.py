@@ -18,7 +18,6 @@ _READ_KEYS = frozenset(
         "head_dim",
         "hidden_act",
         "hidden_size",
-        "image_token_id",
         "intermediate_size",
         "layer_types",
         "max_position_embeddings",
@@ -31,20 +30,26 @@ _READ_KEYS = frozenset(
         "rope_parameters",
         "rope_scaling",
         "rope_theta",
-        "text_config",
         "tie_word_embeddings",
         "torch_dtype",
-        "use_sliding_window",
+        "vocab_size",
+    ]
+)
+_IMAGE_KEYS = frozenset(
+    [
+        "image_token_id",
+        "text_config",
         "video_token_id",
         "vision_config",
         "vision_end_token_id",
         "vision_start_token_id",
-        "vocab_size",
     ]
 )
+"""Keys that are read if the family accepts images."""
+_WINDOW_KEYS = frozenset(["max_window_layers", "sliding_window"])
+"""Keys without effect if the family has a switch for windows, which must be off."""
 _IGNORED_KEYS = frozenset(
     [
-        "add_cross_attention",
         "attention_dropout",
         "attn_implementation",
         "auto_map",
@@ -52,7 +57,6 @@ _IGNORED_KEYS = frozenset(
         "begin_suppress_tokens",
         "bos_token_id",
         "chunk_size_feed_forward",
-        "cross_attention_hidden_size",
         "decoder_start_token_id",
         "diversity_penalty",
         "do_sample",
@@ -67,11 +71,9 @@ _IGNORED_KEYS = frozenset(
         "id2label",
         "initializer_range",
         "is_decoder",
-        "is_encoder_decoder",
         "label2id",
         "length_penalty",
         "max_length",
-        "max_window_layers",
         "min_length",
         "model_name",
         "model_type",
@@ -87,19 +89,16 @@ _IGNORED_KEYS = frozenset(
         "prefix",
         "pretraining_tp",
         "problem_type",
-        "pruned_heads",
         "remove_invalid_values",
         "repetition_penalty",
         "resid_pdrop",
         "return_dict",
         "return_dict_in_generate",
         "sep_token_id",
-        "sliding_window",
         "suppress_tokens",
         "task_specific_params",
         "temperature",
         "tf_legacy_loss",
-        "tie_encoder_decoder",
         "tokenizer_class",
         "top_k",
         "top_p",
@@ -178,6 +177,10 @@ def check_keys(raw: Mapping[str, Any], family: Family, origin: object) -> None:
     allowed = (
         _READ_KEYS | {option for option in options if isinstance(option, str)} | family.option_keys
     )
+    if family.vision_prefix is not None:
+        allowed |= _IMAGE_KEYS
+    if family.window_switch is not None:
+        allowed |= _WINDOW_KEYS
     _check(raw, allowed, family, origin)
     for name, nested_keys in (("rope_parameters", _ROPE_KEYS), ("rope_scaling", _ROPE_KEYS)):
         _check_nested(raw, name, nested_keys, family, origin)

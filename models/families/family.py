@@ -66,6 +66,9 @@ class Family:
     layer. A null value means no limit."""
     default_window: int | None = None
     """Window size if the key is missing."""
+    window_switch: str | None = None
+    """Key that is true if some layers have a window, which is not supported. If it is false or
+    missing, the size of the window has no effect."""
     read_options: Callable[[Mapping[str, Any], object], object] | None = None
     """Function that reads the options that only this family has, for use by `layers`.
 

@@ -11,4 +11,5 @@ from nanoactor.models.families.family import Family
 QWEN2 = Family(
     architecture="Qwen2ForCausalLM",
     qkv_bias=True,
+    window_switch="use_sliding_window",
 )

@@ -13,4 +13,5 @@ QWEN3 = Family(
     qk_norm=True,
     qkv_bias="attention_bias",
     output_bias="attention_bias",
+    window_switch="use_sliding_window",
 )

@@ -5,20 +5,35 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import LlamaConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    GraniteConfig,
+    LlamaConfig,
+    MistralConfig,
+    Qwen2Config,
+    Qwen2MoeConfig,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 from transformers.models.qwen3_vl import Qwen3VLConfig
+from transformers.models.qwen3_vl_moe import Qwen3VLMoeConfig
 
 from nanoactor.model_files.files import resolve_model
 from nanoactor.models.config import parse_config
 from nanoactor.models.devices.protocols import Linear
 from nanoactor.models.errors import ModelError, UnsupportedModel
+from nanoactor.models.families.registry import FAMILIES
 from tests.models.test_weights import load
 
 CONFIGS = {
+    "GraniteForCausalLM": GraniteConfig,
     "LlamaForCausalLM": LlamaConfig,
+    "MistralForCausalLM": MistralConfig,
     "Qwen2ForCausalLM": Qwen2Config,
+    "Qwen2MoeForCausalLM": Qwen2MoeConfig,
     "Qwen3ForCausalLM": Qwen3Config,
+    "Qwen3MoeForCausalLM": Qwen3MoeConfig,
     "Qwen3VLForConditionalGeneration": Qwen3VLConfig,
+    "Qwen3VLMoeForConditionalGeneration": Qwen3VLMoeConfig,
 }
 
 
@@ -27,6 +42,10 @@ def raw(architecture, **changes):
     if "vision_config" in written:
         written["vision_config"]["out_hidden_size"] = written["text_config"]["hidden_size"]
     return {**written, "architectures": [architecture], **changes}
+
+
+def test_every_family_is_here():
+    assert {*CONFIGS} == {*FAMILIES}
 
 
 @pytest.mark.parametrize("architecture", CONFIGS)
@@ -48,6 +67,45 @@ def test_what_transformers_writes_is_known(architecture):
 def test_what_might_change_results_is_refused_by_name(key, value):
     with pytest.raises(UnsupportedModel, match=key):
         parse_config(raw("Qwen3ForCausalLM", **{key: value}))
+
+
+DENSE = sorted(
+    {*CONFIGS} - {"Qwen3VLForConditionalGeneration"} - {"Qwen3VLMoeForConditionalGeneration"}
+)
+
+
+@pytest.mark.parametrize("architecture", DENSE)
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("text_config", {"num_hidden_layers": 7}),
+        ("vision_config", {"depth": 3}),
+        ("image_token_id", 5),
+        ("is_encoder_decoder", True),
+        ("add_cross_attention", True),
+        ("cross_attention_hidden_size", 64),
+        ("pruned_heads", {"0": [1]}),
+        ("use_sliding_window", True),
+    ],
+)
+def test_what_a_family_does_not_read_is_refused_by_name(architecture, key, value):
+    with pytest.raises(UnsupportedModel, match=key):
+        parse_config(raw(architecture, **{key: value}))
+
+
+@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "GraniteForCausalLM"])
+def test_a_window_that_a_family_does_not_have_is_refused(architecture):
+    parse_config(raw(architecture, sliding_window=None))
+    with pytest.raises(UnsupportedModel, match="sliding_window"):
+        parse_config(raw(architecture, sliding_window=8))
+
+
+@pytest.mark.parametrize("switch", [{}, {"use_sliding_window": False}], ids=str)
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM"])
+def test_a_window_that_is_switched_off_has_no_effect(architecture, switch):
+    written = {k: v for k, v in raw(architecture).items() if k != "use_sliding_window"}
+    config = parse_config(written | switch | dict(sliding_window=8, max_window_layers=2))
+    assert config.window is None
 
 
 @pytest.mark.parametrize(
