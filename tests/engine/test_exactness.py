@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from nanoactor.errors import ComputationFailed
+from nanoactor.errors import ComputationFailed, InvalidConfig, InvalidRequest
 from tests.engine.harness import Reference, collect, engine, greedy, ids, ragged_prompts
 from tests.engine.schedules import schedules
 from tests.models.checkpoints import CONFIGURATIONS, make_checkpoint
@@ -117,3 +117,21 @@ def test_a_sequence_that_diverges_harms_no_other(tmp_path):
         if not isinstance(output, ComputationFailed):  # it may choose that token itself
             reference.check(prompt, output.outputs[0].token_ids)
     reference.conclude()
+
+
+def test_sequences_of_mistral_end_at_its_window(tmp_path):
+    """A longer one would need a mask that is not there. At the window, transformers agrees."""
+    model = make_checkpoint(tmp_path, **CONFIGURATIONS["mistral"] | dict(sliding_window=48))
+    (prompt,) = ragged_prompts(211, [30], seed=1)
+
+    async def main(tokens=18, **changes):
+        async with engine(tmp_path, block_size=4, num_kv_blocks=16, **changes) as llm:
+            return await collect(llm, ids(prompt), greedy(tokens))
+
+    (answer,) = asyncio.run(main()).outputs
+    assert len(answer.token_ids) == 18
+    Reference(model).check(prompt, answer.token_ids)
+    with pytest.raises(InvalidRequest, match="48"):
+        asyncio.run(main(tokens=19))
+    with pytest.raises(InvalidConfig, match=r"max_model_len 49 exceeds 48.*sliding_window"):
+        asyncio.run(main(max_model_len=49))

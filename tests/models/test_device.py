@@ -112,6 +112,31 @@ def test_rms_norm_takes_views_of_a_fused_projection(device, make, dtype):
     assert_close(device.rms_norm(x, weight, 1e-6), expected, dtype, each=True)
 
 
+def test_norms_with_float32_weights_round_the_product_once(device, make, dtype):
+    """As in Gemma and Qwen3-Next."""
+    x, residual = make(7, 64), make(7, 64)
+    weight = Maker(device, torch.float32, seed=1)(64) + 1
+    expected = rms_norm_reference(wide(x), wide(weight), 1e-6)
+    assert_close(device.rms_norm(x, weight, 1e-6), expected, dtype, roundings=1.01, each=True)
+    normed, added = device.add_rms_norm(x, residual, weight, 1e-6)
+    assert_close(added, wide(x) + wide(residual), dtype, roundings=1, each=True)
+    expected = rms_norm_reference(wide(added), wide(weight), 1e-6)
+    assert_close(normed, expected, dtype, roundings=1.01, each=True)
+
+
+@pytest.mark.parametrize("rotated", [2, 16, 24])
+def test_the_rest_of_each_head_is_not_rotated(device, make, dtype, rotated):
+    x = make(5, 3, 24)
+    angles = torch.rand(5, rotated // 2, generator=make.generator) * 100
+    cos, sin = (f(angles).to(x) for f in (torch.cos, torch.sin))
+    head, half = wide(x), rotated // 2
+    first, second = head[..., :half], head[..., half:rotated]
+    cosine, sine = wide(cos)[:, None], wide(sin)[:, None]
+    expected = (first * cosine - second * sine, second * cosine + first * sine)
+    found = device.rotary(x, cos, sin)
+    assert_close(found, torch.cat((*expected, head[..., rotated:]), -1), dtype)
+
+
 @pytest.mark.parametrize("tokens", [0, 1, 9])
 def test_add_rms_norm_returns_the_norm_of_the_sum_and_the_sum(device, make, dtype, tokens):
     x, residual, weight = make(tokens, 64), make(tokens, 64, scale=8.0), make(64)

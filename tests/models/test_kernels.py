@@ -185,8 +185,9 @@ def test_ids_are_published_with_the_number_of_their_step(device, rows):
 @pytest.mark.parametrize("tokens", [0, 1, 7, 22, 70])
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 24), (3, 3, 8), (16, 8, 128)])
 @pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("rotated", [None, 4])
 def test_heads_are_normed_rotated_and_stored_as_one_operator_after_the_other(
-    device, tokens, heads, kv_heads, dim, normed
+    device, tokens, heads, kv_heads, dim, normed, rotated
 ):
     generator = torch.Generator().manual_seed(tokens)
 
@@ -198,7 +199,7 @@ def test_heads_are_normed_rotated_and_stored_as_one_operator_after_the_other(
     weights = weights if normed else None
     if tokens > 5:
         qkv[3, -1, 2], qkv[4, -kv_heads - 1, 1] = math.nan, math.inf
-    angles = make(tokens, dim // 2)
+    angles = make(tokens, (rotated or dim) // 2)
     rotation = device.rotation(angles.cos(), angles.sin())
     order = torch.randperm(blocks * SIZE, generator=generator)[:tokens]
     slots = order.to(device.torch_device)

@@ -183,6 +183,17 @@ def test_what_the_file_leaves_out_is_as_in_transformers(tmp_path):
     assert parse_config(raw).rope.theta == theirs == 5e5
 
 
+@pytest.mark.parametrize("written", ["missing", None, []])
+def test_a_tower_has_no_deepstack_unless_its_configuration_says_so(tmp_path, written):
+    raw = raw_config(tmp_path)
+    section = {k: v for k, v in raw["vision_config"].items() if k != "deepstack_visual_indexes"}
+    if written != "missing":
+        section["deepstack_visual_indexes"] = written
+    found = parse_config(raw | {"vision_config": section}).vision
+    assert found.deepstack_layers == ()
+    assert found.feature_size == section["out_hidden_size"]
+
+
 def test_ids_outside_of_the_vocabulary_are_refused(tmp_path):
     raw = raw_config(tmp_path) | {"video_token_id": 215}
     with pytest.raises(ModelError, match="must be less than vocab_size 215"):
