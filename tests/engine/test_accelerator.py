@@ -53,7 +53,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
 
 VOCABULARY = 211
 # Their sublayers run here each time, op by op; whole engines of them are left to `make test-long`.
-LATER = ["qwen2", "llama3"]
+LATER = ["qwen2", "llama3", "qwen3_moe"]
 
 
 def decode_step(rows, before):
@@ -377,10 +377,24 @@ def test_one_block_more_than_a_sequence_needs(wide, eager):
     reference.conclude()
 
 
-@pytest.fixture(scope="module")
-def executor(wide):
+KINDS = {
+    "dense": dict(),
+    "fp8": dict(fp8_blocks=(128, 128)),
+    "experts": dict(
+        family="Qwen3Moe", num_experts=16, num_experts_per_tok=4, moe_intermediate_size=256
+    ),
+}
+KINDS["experts in fp8"] = KINDS["experts"] | KINDS["fp8"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def executor(request, tmp_path_factory):
     """256 rows under way, in this process."""
-    return make_executor(wide[0], 256)
+    directory = tmp_path_factory.mktemp("kind")
+    sizes = dict(hidden_size=256, intermediate_size=512, max_position_embeddings=4096)
+    heads = dict(num_hidden_layers=3, num_attention_heads=4, head_dim=128)
+    make_checkpoint(directory, scale=1 / 16, **sizes, **heads, **KINDS[request.param])
+    return make_executor(directory, 256)
 
 
 def make_executor(directory, rows):
@@ -396,6 +410,7 @@ def test_no_step_waits_for_the_device(executor):
     whole = prefill_step(4096, 16, 64)
     join, join_whole = decode_step(256, prompt), decode_step(256, whole)
     steps = [prompt, join, dataclasses.replace(nothing_new(join), leaves=join.rows.slots)]
+    large, uncaptured = executor.too_large, executor.uncaptured
     steps += [cut_short(whole), join_whole, *[nothing_new(join_whole)] * 3]
     pending, counts = [], []
     with warnings.catch_warnings():  # "a prototype feature"
@@ -410,6 +425,8 @@ def test_no_step_waits_for_the_device(executor):
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert counts == [5, 256, 0, 16, 256, 256, 256, 256]
+    assert executor.uncaptured == uncaptured
+    assert executor.too_large == large + 1, "the prompts of 4,096 tokens alone"
 
 
 def cut_short(step):
