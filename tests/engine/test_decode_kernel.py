@@ -28,6 +28,8 @@ SIZES = dict(hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, voca
 HEADS = dict(num_attention_heads=16, num_key_value_heads=8)
 """Of 64 in Llama."""
 FEW_HEADS = {"qwen2": dict(num_attention_heads=8, num_key_value_heads=2)}
+PADDED = {3: 4}
+"""Numbers of rows that are not captured, and the next larger one that is."""
 CASES = [
     *((name, rows) for name in ("qwen3", "llama", "qwen2") for rows in (1, 2, 3, 8, 16)),
     *((name, rows) for name in ("fp8", "experts", "experts in fp8") for rows in (1, 3, 8)),
@@ -115,7 +117,7 @@ def test_the_kernel_is_no_further_from_float32_than_the_operators(
     """With experts, a choice that rounding changes is a part of both distances."""
     directory, ran = directories(name), count_kernels(monkeypatch)
     kernel = error(directory, answers(directory, rows, decode_kernel=True))
-    assert ran[rows] > 0, "captured with the kernel"
+    assert ran[PADDED.get(rows, rows)] > 0, "captured with the kernel"
     ran.clear()
     operators = error(directory, answers(directory, rows, decode_kernel=False))
     assert not +ran
