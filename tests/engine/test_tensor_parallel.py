@@ -24,7 +24,8 @@ from tests.promises import Delay, check_promise
 __all__ = ["loads"]
 
 # What 2 and 4 ranks divide; the others are refused by name, which tests/models show.
-OTHERS = ["qwen2", "llama3", "qwen3_vl", "mistral", "granite", "qwen3_moe", "qwen2_moe", "fp8"]
+OTHERS = ["qwen2", "llama3", "qwen3_vl", "mistral", "granite", "fp8"]
+OTHERS += ["qwen3_moe", "qwen3_vl_moe", "qwen3_moe_fp8", "qwen2_moe"]
 DIVIDED = {
     2: ["untied", "tied", "gqa_5", "gqa_8", "attention_bias", "rope_yarn", *OTHERS],
     4: ["untied", "tied", "gqa_8", "attention_bias", "wide_heads", *OTHERS],

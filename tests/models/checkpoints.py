@@ -61,6 +61,14 @@ CONFIGURATIONS = {
         moe_intermediate_size=40,
         norm_topk_prob=True,
     ),
+    "qwen3_moe_fp8": dict(
+        family="Qwen3Moe",
+        seed=1,
+        num_experts=8,
+        num_experts_per_tok=3,
+        moe_intermediate_size=40,
+        fp8_blocks=(16, 32),
+    ),
     "qwen2_moe": dict(
         family="Qwen2Moe",
         num_experts=8,

@@ -29,6 +29,7 @@ from nanoactor.models.weights.whole_step import Mixture
 from tests.models.checkpoints import CONFIGURATIONS, SMALL, make_checkpoint
 from tests.models.interpreted import InterpretedDevice
 from tests.models.test_decoder import Driver, Sequence
+from tests.models.test_headers import split
 
 MOE = CONFIGURATIONS["qwen3_moe"]
 TOKENS = [3, 77, 5, 120, 8, 8, 201, 44, 1, 90, 13, 7]
@@ -270,6 +271,14 @@ def test_experts_of_a_layer_may_be_one_tensor(tmp_path, transposed, inner):
     model = make_checkpoint(tmp_path, **MOE | dict(moe_intermediate_size=inner))
     fuse(tmp_path, transposed)
     torch.testing.assert_close(logits_of(tmp_path), expected_of(model), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "qwen3_vl_moe", "qwen3_moe_fp8", "fp8"])
+def test_tensors_may_be_in_several_files(tmp_path, name):
+    make_checkpoint(tmp_path, **CONFIGURATIONS[name])
+    expected = logits_of(tmp_path)
+    split(tmp_path)
+    assert torch.equal(logits_of(tmp_path), expected)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
