@@ -45,10 +45,14 @@ MIN_LENGTH = 2
 """Number of tokens in the shortest possible context: one prompt token and one output token."""
 
 
-def check_cache(blocks: int, files: ModelFiles, block_size: int, why: str) -> None:
+def check_cache(
+    blocks: int, files: ModelFiles, block_size: int, why: str, *, has_states: bool = False
+) -> None:
     """Raise `NotEnoughMemory` if the longest sequence does not fit into `blocks` blocks of
     `block_size` tokens. If `max_model_len` is "auto", only the shortest possible sequence (two
-    tokens) has to fit. `why` explains the number of blocks in the error message."""
+    tokens) has to fit. `why` explains the number of blocks in the error message. `has_states` is
+    True if layers also keep a state for each of `max_num_seqs` sequences.
+    """
     needed = -(-files.max_model_len // block_size)
     if files.is_length_auto:
         needed = min(needed, -(-MIN_LENGTH // block_size))
@@ -58,7 +62,8 @@ def check_cache(blocks: int, files: ModelFiles, block_size: int, why: str) -> No
         raise NotEnoughMemory(
             f"the KV cache would have {max(0, blocks)} blocks of {block_size} tokens ({why}), "
             f"but one sequence of max_model_len {files.max_model_len} needs {needed} blocks; "
-            f"{lower}give the cache more memory (num_kv_blocks, memory_utilization), or use a "
+            f"{lower}{'lower max_num_seqs, ' if has_states else ''}"
+            "give the cache more memory (num_kv_blocks, memory_utilization), or use a "
             "smaller model or dtype"
         )
 

@@ -46,6 +46,7 @@ def test_blocks_take_what_weights_and_steps_leave(used, peak, options, blocks):
     ("options", "told"),
     [
         ({}, r"50% of 100 MiB free - 30 MiB of weights - 15 MiB for a step = 5 MiB in blocks of 1"),
+        (dict(slot=2 * MIB), r"10 MiB of states.*lower max_num_seqs, give the cache"),
         (dict(blocks=56), r"num_kv_blocks 56 is too large: .* leave 55 MiB, enough for only 55"),
         (dict(blocks=50, slot=2 * MIB), r"10 MiB of states \(2.00 MiB for each of 4 .* leave 45"),
     ],

@@ -68,7 +68,8 @@ class CacheSizing:
                 f"weights - {peak // _MIB} MiB for a step{self._slots_term()} = {free // _MIB} MiB "
                 f"in blocks of {self.block_bytes / _MIB:.2f} MiB"
             )
-        check_cache(blocks, files, self.block_size, arithmetic)
+        has_states = self.slots_bytes > 0
+        check_cache(blocks, files, self.block_size, arithmetic, has_states=has_states)
         blocks = self.group.all_reduce_min(blocks)
         log.info("KV cache: %d blocks of %d tokens", blocks, self.block_size)
         return blocks
