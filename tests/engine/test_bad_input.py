@@ -6,9 +6,13 @@ import json
 import shutil
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+import nanoactor.models.devices as devices
 from nanoactor import AsyncLLM, SamplingParams
 from nanoactor.errors import EngineOverloaded, InvalidRequest
+from nanoactor.models.devices.cpu.compiled import CompiledCPUDevice
 from nanoactor.models.devices.cpu.device import CPUDevice
 from nanoactor.models.devices.protocols import Memory
 from nanoactor.models.errors import (
@@ -20,9 +24,11 @@ from nanoactor.models.errors import (
 from nanoactor.models.weights.checkpoint import Weights
 from nanoactor.requests.params import TokenCap
 from nanoactor.runner.config import MemoryNeeds, check_weights
+from nanoactor.runner.open import open_executor
 from tests.conftest import children
 from tests.engine.conftest import DEMO
-from tests.engine.harness import collect, engine, greedy, ids
+from tests.engine.harness import collect, engine, greedy, ids, rank_config
+from tests.models.checkpoints import CONFIGURATIONS, make_checkpoint
 
 BAD = [
     (ids([]), {}, "empty"),
@@ -251,6 +257,30 @@ def test_weights_that_cannot_fit_are_refused_with_the_arithmetic(
     with pytest.raises(NotEnoughMemory, match=word) as raised:
         check()
     assert shared == ("tensor_parallel_size" not in str(raised.value))
+
+
+@pytest.mark.parametrize(
+    ("kind", "weights_format"),
+    [(CompiledCPUDevice, "float32 or packed"), (CPUDevice, "float32, unpacked on this device,")],
+)
+def test_packed_weights_count_as_the_device_uses_them(monkeypatch, tmp_path, kind, weights_format):
+    make_checkpoint(tmp_path, **CONFIGURATIONS["fp8"])
+    found, min_bytes = [], Weights.min_bytes
+
+    def noted(self, *arguments, **options):
+        found.append(min_bytes(self, *arguments, **options))
+        return found[-1]
+
+    monkeypatch.setattr(Weights, "min_bytes", noted)
+    monkeypatch.setattr(devices, "open_device", lambda *_: kind())
+    monkeypatch.setattr(CPUDevice, "memory", lambda _: Memory(1 << 34, 1 << 10))
+    with pytest.raises(NotEnoughMemory, match=f"the weights in {weights_format} take at least"):
+        open_executor(rank_config(tmp_path, device="cpu", dtype="float32"))
+    tensors = load_file(tmp_path / "model.safetensors")
+    packed = [t.numel() for t in tensors.values() if t.dtype == torch.float8_e4m3fn]
+    others = [t.numel() for t in tensors.values() if t.dtype != torch.float8_e4m3fn]
+    each = 1 if kind is CompiledCPUDevice else 4
+    assert found == [each * sum(packed) + 4 * sum(others)]
 
 
 def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(monkeypatch):
