@@ -68,14 +68,14 @@ class WarmUp:
         blocks = int(prefill.table_blocks.max()) + 1
         self._batch, self._launcher = self._make_state(blocks)
         self._run_once(prefill)  # compiles
-        if device.traits.asynchronous and self._traits.fused_sampling != "none":
-            self._run_mixed(min(_MIXED_TOKENS, tokens), decode_rows - 1)
         # Memory needed in addition to the cache and the states of layers, which `CacheSizing`
         # counts: buffers, and the libraries' own allocations.
         dummies = device.dummy_blocks(config.max_num_seqs, self._model.block_size)
         sizing = self._model.cache_sizing
         cache = (blocks + dummies) * sizing.block_bytes + sizing.slots_bytes
         overhead = max(0, free - device.memory().free - cache)
+        if device.traits.asynchronous and self._traits.fused_sampling != "none":
+            self._run_mixed(min(_MIXED_TOKENS, tokens), decode_rows - 1)
         peak = self._step_peak(prefill, tokens, max_tokens, decode_rows)
         log.info("warm-up took %.1f s", time.monotonic() - begin)
         self._launcher.resident.free_states()
