@@ -367,9 +367,13 @@ class Weights:
                     f"{type(weights).__name__}, but other experts of its layer have the format "
                     f"{type(stack).__name__}; all experts of a layer must have the same format"
                 )
-            stack.copy_into(index, weights)
+            self._store(stack, index, weights)
         assert stack is not None, "nothing to stack"
         return stack
+
+    def _store(self, stack: LinearWeights, index: int, weights: LinearWeights) -> None:
+        """Copy the matrices of a projection to position `index` of a stack."""
+        stack.copy_into(index, weights)
 
     def min_bytes(self, ignored: Collection[str] = (), *, unpacked: bool = False) -> int:
         """Return a lower bound on the total size of all ranks' weights, in bytes.

@@ -128,7 +128,10 @@ class Fp8Format:
                 "quantization_config: modules_to_not_convert must be a list of names, got "
                 f"{unquantized_names!r:.50}"
             )
-        self._unquantized_names = tuple(unquantized_names)
+        self._unquantized_names = frozenset(unquantized_names)
+        # Published lists have hundreds of names, and checkpoints tens of thousands of projections.
+        self._unquantized_prefixes = tuple(f"{name}." for name in unquantized_names)
+        self._unquantized_suffixes = tuple(f".{name}" for name in unquantized_names)
 
     def is_quantized(self, projection: Projection) -> bool:
         """Return True if the weights of a projection are in FP8.
@@ -148,9 +151,10 @@ class Fp8Format:
         return all(quantized_parts.values())
 
     def _is_excluded(self, name: str) -> bool:
-        return any(
-            name == excluded or name.startswith(f"{excluded}.") or name.endswith(f".{excluded}")
-            for excluded in self._unquantized_names
+        return (
+            name in self._unquantized_names
+            or name.startswith(self._unquantized_prefixes)
+            or name.endswith(self._unquantized_suffixes)
         )
 
     def read(self, weights: Weights, projection: Projection) -> Fp8Blocks:
