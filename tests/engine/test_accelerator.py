@@ -261,7 +261,7 @@ def test_a_decode_step_of_a_model_that_sees_launches_what_one_of_text_does(
 def test_a_cache_that_is_too_small_is_refused_with_the_arithmetic(interpreted, tmp_path):
     make_checkpoint(tmp_path)
     limits = dict(max_model_len=512, max_num_seqs=2, max_num_batched_tokens=16, block_size=16)
-    config = rank_config(tmp_path, device="cuda", **limits, memory_utilization=1e-9)
+    config = rank_config(tmp_path, device="cuda", **limits, memory_utilization=0.05)
     with pytest.raises(NotEnoughMemory, match=r"MiB free - .* MiB of weights - .* MiB for a step"):
         open_executor(config)
 
