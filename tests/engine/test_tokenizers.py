@@ -40,7 +40,8 @@ def test_a_converted_tokenizer_serves_as_the_models_own(converted):
     path, started = converted
 
     async def outputs(directory, **where):
-        async with engine(directory, skip_tokenizer_init=False, max_num_seqs=4, **where) as llm:
+        limits = dict(max_num_seqs=4, max_model_len=1024)
+        async with engine(directory, skip_tokenizer_init=False, **limits, **where) as llm:
             params = greedy(40, stop=["\n\n"])
             found = [await collect(llm, prompt, params) for prompt in PROMPTS]
             maps = {}

@@ -665,8 +665,9 @@ def test_figures_for_prometheus(fast_server):
     for name in ("queue_requests", "queue_tokens", "running_sequences", "kv_blocks_used"):
         assert after[f"nanoactor_{name}"] == 0
     device = after['nanoactor_actor_busy_ratio{actor="runner.0 device"}']
-    for actor in ("frontend", "scheduler"):
-        assert 0 <= after[f'nanoactor_actor_busy_ratio{{actor="{actor}"}}'] < device < 1
+    assert 0 < device < 1
+    for actor in ("frontend", "scheduler"):  # on a busy machine, busier than the device
+        assert 0 <= after[f'nanoactor_actor_busy_ratio{{actor="{actor}"}}'] < 1
     assert grew("nanoactor_event_loop_lag_seconds_count") > 10
     seconds = {
         name: grew(f"nanoactor_{name}_sum")
