@@ -110,7 +110,7 @@ def test_seeds_that_no_commit_has_played():
 
 @pytest.mark.alone
 @pytest.mark.long
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3600)
 def test_every_kind_of_traffic():
     first = commit_number()
     total = play_on_every_core(first, 1_000_000)
