@@ -9,8 +9,8 @@ from typing import cast
 import torch
 
 from nanoactor.models.devices.protocols import Device, ExpertsOperator, Linear, LinearOperator
-from nanoactor.models.parallel import Span
-from nanoactor.models.weights.checkpoint import Rows, Weights
+from nanoactor.models.weights.checkpoint import Weights
+from nanoactor.models.weights.files import Selection
 from nanoactor.models.weights.linear import ExpertWeights, LinearWeights, Projection
 
 _META = torch.device("meta")
@@ -29,13 +29,12 @@ class _Tensor:
     """Index of the part of the projection to which the tensor belongs."""
 
     def relative_to(self, projection: Projection) -> _Tensor:
-        """Return the tensor with its name relative to that of its part."""
-        part, name = next(
-            (index, self.name.removeprefix(part.name))
-            for index, part in enumerate(projection.parts)
-            if self.name.startswith(f"{part.name}.")
-        )
-        return dataclasses.replace(self, name=name, part=part)
+        """Return the tensor with its name relative to that of its part. Raises `ValueError` if it
+        belongs to no part of the projection."""
+        for index, part in enumerate(projection.parts):
+            if self.name.startswith(f"{part.name}."):
+                return dataclasses.replace(self, name=self.name[len(part.name) :], part=index)
+        raise ValueError(f"{self.name} does not belong to {projection}")
 
 
 class Headers(Weights):
@@ -44,34 +43,25 @@ class Headers(Weights):
     def __init__(self, weights: Weights) -> None:
         """Use the open files of `weights`, which must stay open."""
         self.dtype, self.device = weights.dtype, _META
-        self._share_files(weights)
+        self._format, self._files = weights._format, weights._files
         self._found: list[_Tensor] = []
         """Tensors that were found since the last projection began."""
         self._projections: dict[Hashable, tuple[LinearWeights, list[_Tensor]]] = {}
         """Weights and tensors of projections with different sizes."""
 
-    def load(
-        self,
-        name: str,
-        *shape: int,
-        rows: Rows | None = None,
-        columns: Span | None = None,
-        spans: tuple[Span | None, ...] = (),
-        dtype: torch.dtype | None = None,
-        stored: torch.dtype | None = None,
+    @property
+    def has_values(self) -> bool:
+        """False."""
+        return False
+
+    def _load(
+        self, name: str, part: Selection, dtype: torch.dtype, stored: torch.dtype | None
     ) -> torch.Tensor:
-        """Return a tensor on the meta device with the shape and dtype that `Weights.load` would
-        return. Raises the same errors, except those about values."""
-        self._find(name, shape, stored)
-        self._found.append(_Tensor(name, shape, stored))
-        sizes = list(shape)
-        if rows is not None:
-            sizes[0] = sum(span.size for span in ([rows] if isinstance(rows, Span) else rows))
-        if columns is not None:
-            sizes[1] = columns.size
-        for dimension, span in enumerate(spans):
-            sizes[dimension] = sizes[dimension] if span is None else span.size
-        return torch.empty(sizes, dtype=stored or dtype or self.dtype, device=_META)
+        """Return a tensor of the right shape and dtype on the meta device. Raises the same errors
+        as with values, except those about values."""
+        self._files.check(name, part.shape, stored)
+        self._found.append(_Tensor(name, part.shape, stored))
+        return torch.empty(part.sizes, dtype=dtype, device=_META)
 
     def linear(self, projection: Projection) -> LinearWeights:
         """Return the weights of a projection, without values.
@@ -91,7 +81,7 @@ class Headers(Weights):
             return self._projections[key][0]
         weights, tensors = self._projections[key]
         for tensor in tensors:
-            self._find(
+            self._files.check(
                 projection.parts[tensor.part].name + tensor.name, tensor.shape, tensor.stored
             )
         return weights

@@ -59,7 +59,7 @@ NOT_FOR_USERS = {
     "runtime/control.py": "the length of a summary, and descriptors in one message",
     "runtime/recovery.py": "the delay before a restart",
     "runtime/stall.py": "how old a report of progress may be",
-    "models/weights/checkpoint.py": "names in an error message",
+    "models/weights/files.py": "names in an error message",
     "models/limits.py": "the width of a table; a model with more end tokens is refused",
 }
 """Files with such constants that limit no request, and what they are."""

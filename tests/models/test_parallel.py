@@ -112,7 +112,8 @@ def test_each_rank_reads_only_its_part_of_the_files(tmp_path, ranks):
     for rank in range(ranks):
         weights = Weights(tmp_path, torch.float32, torch.device("cpu"))
         with weights:
-            files = weights._files = {name: Counted(f) for name, f in weights._files.items()}
+            opened = weights._files
+            files = opened._files = {name: Counted(f) for name, f in opened._files.items()}
             group = SimpleNamespace(rank=rank, size=ranks)
             Decoder(config, weights, open_device("cpu"), 64, group)
             read = sum(file.elements for file in files.values())

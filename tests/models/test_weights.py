@@ -15,7 +15,8 @@ from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices import open_device
 from nanoactor.models.errors import ModelError, UnsupportedModel, WeightsError
 from nanoactor.models.parallel import Span
-from nanoactor.models.weights.checkpoint import INDEX, Weights
+from nanoactor.models.weights.checkpoint import Weights
+from nanoactor.models.weights.files import INDEX
 from nanoactor.models.weights.linear import Part, Projection
 from tests.models.checkpoints import SMALL, make_checkpoint
 
