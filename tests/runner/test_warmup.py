@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from nanoactor.models.layers.state import SlotState
+from nanoactor.runner.steps.launcher import StepLauncher
 from nanoactor.runner.steps.measuring import WarmUp
 from nanoactor.runner.steps.warmup import mixed_update, prefill_step
 from tests.runner.test_freezing import BLOCKS_EACH, SIZE, SLOTS, open_rank
@@ -57,6 +58,21 @@ def test_mixed_steps_have_the_fewest_and_the_most_rows(
     monkeypatch.setattr(warm_up._launcher, "launch", watch)
     warm_up._run_mixed(tokens, max_rows)
     assert found == [(tokens, rows) for rows in sizes]
+
+
+def test_the_warm_up_runs_mixed_steps_where_kernels_are_compiled(executor, monkeypatch):
+    """Otherwise the first long prompt beside decode rows would wait for a compilation."""
+    found, launch = set(), StepLauncher.launch
+
+    def watch(self, update):
+        if update.prefill is not None:
+            found.add(update.decode_rows)
+        return launch(self, update)
+
+    monkeypatch.setattr(StepLauncher, "launch", watch)
+    config, model, traits = executor._config, executor._model, executor._traits
+    WarmUp(config, model, traits, executor._make_state).run()
+    assert found == ({0, 1, SLOTS - 1} if model.device.traits.asynchronous else {0})
 
 
 def test_the_memory_of_states_is_not_part_of_a_steps(executor, monkeypatch):
