@@ -1,7 +1,7 @@
 """The engine on a GPU: nano-vllm's workload, latency, decode steps, prefill, and what is left idle.
 
     python bench/gpu.py --model 0.6b|8b|30b-a3b[-fp8] [--tests workload,latency,decode,prefill]
-                        [--depth 1 2] [--rounds 3] [--out FILE] [--trace FILE]
+                        [--depth 1 2] [--rounds 3] [--count-experts] [--out FILE] [--trace FILE]
 
 Random weights of the true configurations in bfloat16, prompts of random token ids, no tokenizer.
 workload: 256 prompts of 100 to 1,024 tokens, 100 to 1,024 tokens each, temperature 0.6. latency:
@@ -11,7 +11,8 @@ its own clock (idle: that alone). recommended: top-k 20, top-p 0.95, temperature
 prefill: 8 prompts of 8,192 tokens (raise --max-model-len), prompts: 16 of 4,000. burst: 256 prompts
 of 560 tokens at once, one token each; and 256 of 32 tokens. gap: the largest gap between two tokens
 of 63 streams while a prompt of 32,768 tokens is prefilled (raise it too; its chunks are as large as
---max-num-batched-tokens). Every prompt is new, so nothing is cached.
+--max-num-batched-tokens). Every prompt is new, so nothing is cached. `--count-experts` then loads
+the model again and counts the distinct experts that the rows of decode and idle have chosen.
 """
 
 from __future__ import annotations
@@ -90,6 +91,8 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size
 MODELS |= {f"{name}-fp8": {**MODELS[name], "quantization_config": FP8} for name in [*MODELS]}
 TESTS = ("workload", "latency", "decode", "idle", "recommended", "prefill", "prompts", "burst")
 TESTS += ("gap",)
+_MIDDLE = 130
+"""Number of answer tokens in the middle of a window."""
 
 
 def prompts_of(lengths: list[int], seed: int) -> list[list[int]]:
@@ -125,26 +128,31 @@ class Bench:
         self.llm, self.rounds, self.seed = llm, args.rounds, 1000
         self.large_rounds = args.rounds_256 or args.rounds
         self.cut: dict[str, float] = {}
+        self.answered: list[tuple[list[int], list[int]]] = []
+        """Prompts and answers of the last batch."""
+        self.windows: dict[str, list[list[int]]] = {}
+        """For each number of rows, the tokens of each row in the middle of the last window."""
 
-    async def one(self, prompt: list[int], tokens: int, temperature: float, seed: int) -> int:
+    async def one(self, prompt: list[int], tokens: int, temperature: float, seed: int) -> list[int]:
         params = dataclasses.replace(params_of(tokens, temperature, seed), **self.cut)
         async for output in self.llm.generate({"prompt_token_ids": prompt}, params):
             final = output
-        return len(final.outputs[0].token_ids)
+        return list(final.outputs[0].token_ids)
 
     async def generate(self, lengths: list[int], outputs: list[int], temperature: float) -> float:
         """Seconds until all are done."""
         self.seed += 1
         prompts = prompts_of(lengths, self.seed)
         begin = time.perf_counter()
-        counts = await asyncio.gather(
+        answers = await asyncio.gather(
             *(
                 self.one(prompt, tokens, temperature, seed)
                 for seed, (prompt, tokens) in enumerate(zip(prompts, outputs, strict=True))
             )
         )
         seconds = time.perf_counter() - begin
-        assert counts == outputs
+        assert [len(answer) for answer in answers] == outputs
+        self.answered = list(zip(prompts, answers, strict=True))
         return seconds
 
     async def workload(self) -> dict:
@@ -189,6 +197,7 @@ class Bench:
         before = await self.device_after(planned + 2)
         after = await self.device_after(before["steps"] + 150)
         await task
+        self.windows[str(rows)] = [prompt + answer[:_MIDDLE] for prompt, answer in self.answered]
         return self.between(before, after)
 
     async def scheduler(self) -> dict:
@@ -331,7 +340,27 @@ async def measure(args: argparse.Namespace, directory: Path, depth: int) -> dict
         results["ledger"] = trace.summary().line
         if args.trace:
             trace.save(args.trace)
+    if args.count_experts:
+        count_experts(args, directory, bench.windows, results.get("decode", {}))
     return results
+
+
+def count_experts(
+    args: argparse.Namespace,
+    directory: Path,
+    windows: dict[str, list[list[int]]],
+    results: dict[str, dict],
+) -> None:
+    """Add the numbers of distinct experts per layer to the results of each number of rows."""
+    from bench.distinct_experts import ChoiceRecorder, distinct, summarize
+
+    recorder = ChoiceRecorder(
+        directory, args.max_model_len, device=args.device, load_format="dummy"
+    )
+    for rows, contexts in windows.items():
+        counts = distinct([recorder.choices(context) for context in contexts])
+        results[rows]["distinct_experts"] = summarize(counts)
+        print(rows, "distinct experts", json.dumps(results[rows]["distinct_experts"]), flush=True)
 
 
 def report(model: str, runs: list[dict], packages: tuple[str, ...], engine: str) -> dict:
@@ -385,6 +414,8 @@ def summary(results: dict) -> None:
             if "device_idle_share" in row:
                 line += f", by the device's clock {row['device_ms_per_step']:.3f}, "
                 line += f"idle {row['device_idle_share']:.2%}"
+            if "distinct_experts" in row:
+                line += f", {row['distinct_experts']['mean']:.1f} distinct experts per layer"
             print(line)
 
 
@@ -403,9 +434,12 @@ def main() -> None:
     parser.add_argument("--enforce-eager", action="store_true")
     parser.add_argument("--max-depth", type=int, help="steps in flight while they are short")
     parser.add_argument("--no-decode-kernel", action="store_true")
+    parser.add_argument("--count-experts", action="store_true")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--trace", type=Path)
     args = parser.parse_args()
+    if args.count_experts and "num_experts" not in MODELS[args.model]:
+        parser.error(f"--count-experts: {args.model} has no experts")
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(MODELS[args.model]))
         runs = [uvloop.run(measure(args, Path(name), depth)) for depth in args.depth]

@@ -28,6 +28,7 @@ MODELS = {
     "0.6b": "Qwen3-0.6B",
     "8b": "Qwen3-8B",
     "8b-fp8": "Qwen3-8B in FP8",
+    "30b-a3b": "Qwen3-30B-A3B",
     "30b-a3b-fp8": "Qwen3-30B-A3B in FP8",
 }
 BATCHES = ("1", "2", "4", "8", "16", "64", "256")
@@ -55,6 +56,15 @@ class Row:
 
     def text(self, number: float | None) -> str:
         return DASH if number is None else format(number, self.style)
+
+    def experts(self, *engines: dict) -> str:
+        """Return how many distinct experts per layer the rows of each engine have chosen."""
+        if self.keys[0] != "decode":
+            return ""
+        found = [value(tests, *self.keys[:2], "distinct_experts", "mean") for tests in engines]
+        if None in found:
+            return ""
+        return f" ({' and '.join(f'{count:.0f}' for count in found)} distinct experts per layer)"
 
     def ratio(self, ours: float | None, theirs: float | None) -> float | None:
         """Return how many times as fast ours is."""
@@ -88,7 +98,8 @@ class Setup:
 
     gpu: str
     model: str
-    engines: set[str] = dataclasses.field(default_factory=set)
+    engines: dict[str, str] = dataclasses.field(default_factory=dict)
+    """The newest version of each engine."""
     runs: dict[str, dict] = dataclasses.field(default_factory=dict)
     days: dict[str, dict[str, dict]] = dataclasses.field(default_factory=dict)
     """The same by date, ascending."""
@@ -96,7 +107,8 @@ class Setup:
     def add(self, results: dict) -> None:
         engine = results["engine"]
         version = results.get("versions", {}).get(engine.lower())
-        self.engines.add(f"{engine} {version}" if version else engine)
+        released, _, _ = engine.partition("+")
+        self.engines[engine.split()[0]] = f"{released} {version}" if version else released
         for run in results["runs"]:
             name = f"{engine.split()[0]} (depth {run['depth']})" if "depth" in run else engine
             merge(self.runs.setdefault(name, {}), run)
@@ -120,7 +132,7 @@ class Setup:
 
     @property
     def title(self) -> str:
-        return f"{self.model_name}, {self.gpu} ({', '.join(sorted(self.engines))})"
+        return f"{self.model_name}, {self.gpu} ({', '.join(sorted(self.engines.values()))})"
 
     def pair(self, row: Row) -> tuple[float | None, float | None]:
         return row.of(self.tests(OURS)), row.of(self.tests(PEER))
@@ -193,7 +205,7 @@ def peer_table(setup: Setup) -> str | None:
             ratio = row.ratio(ours, theirs)
             rows.append(
                 [
-                    f"{row.name}: {row.unit}",
+                    f"{row.name}: {row.unit}{row.experts(setup.tests(OURS), setup.tests(PEER))}",
                     row.text(ours),
                     row.text(theirs),
                     DASH if ratio is None else f"{ratio:.2f}",

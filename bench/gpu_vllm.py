@@ -4,8 +4,8 @@
                              [--batches 1 8 64 256] [--rounds 3] [--sync] --out FILE
 
 Needs vLLM. Its defaults are kept but for what the tests are about: dummy weights, no tokenizer, the
-context length; `--sync` turns asynchronous scheduling off. Experts are drawn uniformly at random
-(`VLLM_MOE_ROUTING_SIMULATION_STRATEGY`): dummy weights could send all rows to the same ones.
+context length; `--sync` turns asynchronous scheduling off. Experts are read from a table, drawn
+uniformly at random (`vllm_routing.py`): dummy weights could send all rows to the same ones.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from bench import vllm_routing
 from bench.gpu import MODELS, TESTS, prompts_of, report, summary, workload_lengths
 
 
@@ -39,6 +40,7 @@ class Peer:
             **changes,
         )
         self.start_s = time.perf_counter() - begin
+        self.model = MODELS[args.model]
         self.rounds, self.seed = args.rounds, 1000
         self.large_rounds = args.rounds_256 or args.rounds
 
@@ -79,13 +81,18 @@ class Peer:
         results = {}
         for rows in batches:
             few, many = (128, 384) if rows <= 8 else (128, 256)
-            self.generate([1024] * rows, [8] * rows, 0.0)
+            for tokens in (8, few):  # vLLM compiles kernels at the first use of some sizes
+                self.generate([1024] * rows, [tokens] * rows, 0.0)
             times = []
             for _ in range(self.rounds if rows < 256 else self.large_rounds):
                 long = self.generate([1024] * rows, [many] * rows, 0.0)
                 short = self.generate([1024] * rows, [few] * rows, 0.0)
                 times.append((long - short) / (many - few) * 1e3)
             results[str(rows)] = {"ms_per_step": times}
+            if "num_experts" in self.model:
+                sizes = self.model["num_experts"], self.model["num_experts_per_tok"]
+                count = vllm_routing.distinct_experts(*sizes, rows)
+                results[str(rows)]["distinct_experts"] = {"mean": count, "min": count, "max": count}
         return results
 
     def prefill(self) -> dict:
@@ -119,9 +126,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    if "num_experts" in MODELS[args.model]:
-        os.environ.setdefault("VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "uniform_random")
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, tempfile.TemporaryDirectory() as plugins:
+        if "num_experts" in MODELS[args.model]:
+            vllm_routing.install(Path(plugins))
         (Path(name) / "config.json").write_text(json.dumps(MODELS[args.model]))
         peer = Peer(name, args)
         run = {"start_s": peer.start_s}

@@ -106,6 +106,22 @@ def test_depths_are_compared_within_a_day(tmp_path, write):
     assert cells(text, "Qwen3-0.6B | 1")[:2] == ["3.000", "2.400"]
 
 
+def test_distinct_experts_stand_beside_the_times_of_a_step(tmp_path, write):
+    for name, engine, count in (("ours", "nanoactor 0.2.0", 51.4), ("vllm", "vLLM", 53)):
+        rows = {"8": decode(2.0) | {"distinct_experts": {"mean": count, "min": 1, "max": 99}}}
+        run = {"depth": 2, "decode": rows} if name == "ours" else {"decode": rows}
+        write(f"a-gpu-{name}", engine, [run])
+    start = "decode, batch 8: ms per step (51 and 53 distinct experts per layer)"
+    assert cells(tables(tmp_path), start) == ["2.000", "2.000", "1.00"]
+
+
+def test_a_table_names_the_newest_version_of_each_engine(tmp_path, write):
+    write_both(write)
+    run = {"depth": 2, "workload": {"tokens_per_s": [1.0]}}
+    write("b-gpu-new", "nanoactor 0.2.0+g989285c5a", [run], date="2026-02-01")
+    assert "**Qwen3-0.6B, GPU A (nanoactor 0.2.0, vLLM 0.99)**" in tables(tmp_path)
+
+
 def test_one_engine_alone(tmp_path, write):
     write("a-gpu-vllm", "vLLM", [{"prefill": {"tokens_per_s": [1234.5, 1233.5]}}])
     text = tables(tmp_path)
