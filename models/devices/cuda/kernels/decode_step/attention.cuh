@@ -346,7 +346,7 @@ DEVICE void receive_queries(const Consumer& k, Attention& m, const Segment& s) {
 
 // Whether the first tokens of the cache are loaded before the queries arrive. This helps where
 // waiting takes more of the time than reading weights does. Elsewhere, it delays the queries.
-constexpr bool LOADS_EARLY = PACKED && EXPERTS > 0 && ROWS == 1;
+constexpr bool LOADS_EARLY = EXPERTS > 0 && ROWS == 1;
 
 // Keys and values of 16 tokens of a warp.
 struct Tokens {

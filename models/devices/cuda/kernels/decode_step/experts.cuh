@@ -137,14 +137,21 @@ DEVICE void list_experts(Choice& choice) {
 // Orders the pairs for FP8 down projections.
 DEVICE void order_pairs(Choice& choice) {
   constexpr int GROUPS = PRODUCTS[DOWN].doubled ? 2 : 1;
-  for (int pair = thread_index(); pair < PAIRS; pair += THREADS) {
+  constexpr int EACH = 4, ALL = (PAIRS * EACH + 31) / 32 * 32;  // threads of a pair, and of all
+  for (int i = thread_index(); i < ALL; i += THREADS) {
+    const int pair = i / EACH < PAIRS ? i / EACH : PAIRS - 1;
     const int rank = choice.ranks[pair], group = rank % GROUPS;
     int before = 0, all = 0;
-    for (int other = 0; other < PAIRS; ++other) {
+    for (int other = i % EACH; other < PAIRS; other += EACH) {
       const int theirs = choice.ranks[other];
       if (theirs % GROUPS != group) continue;
       all += 1;
       before += theirs < rank || (theirs == rank && other < pair);
+    }
+#pragma unroll
+    for (int lanes = 1; lanes < EACH; lanes *= 2) {
+      before += shuffle_xor(before, lanes);
+      all += shuffle_xor(all, lanes);
     }
     choice.parts[group][before] = rank << 8 | pair;
     choice.part_pairs[group] = all;

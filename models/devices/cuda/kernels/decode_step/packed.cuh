@@ -13,15 +13,20 @@
 // have undefined products, which are not added.
 
 constexpr int UNITS_AT_ONCE = 8;
+// Whether all 8 units of every product exist.
+constexpr bool all_units(const Product& p) { return p.columns == p.boxes * p.box * p.unit && p.box % UNITS_AT_ONCE == 0; }
 // Rows of the inputs that a thread has sums of, for `lines` rows of inputs.
 constexpr int sums_of(int lines) { return lines == 1 ? 1 : lines == 16 ? 4 : 2; }
+
+// Returns the operand `n` chunks after another one. Only the lower half of the number changes.
+DEVICE u64 operand_after(u64 operand, int n) { return (operand & ~0xffffffffull) | (u32)(operand + n); }
 
 // Queues the products of 8 units of a tile and the same units of the inputs.
 template <int COUNT>
 DEVICE void multiply_units(float (&c)[COUNT], u32 weights, u32 inputs) {
   const u64 a = operand_at(weights), b = operand_at(inputs);
 #pragma unroll
-  for (int k = 0; k < 4; ++k) multiply(c, a + 2 * k, b + 2 * k, k > 0);
+  for (int k = 0; k < 4; ++k) multiply(c, operand_after(a, 2 * k), operand_after(b, 2 * k), k > 0);
 }
 
 // Returns the column of the products, 8 i + 2 t + e, of a thread's value e of rows q, for the first
@@ -31,19 +36,41 @@ DEVICE int column_of(int warp, int t, int half, int q, int e) {
   return 8 * ((2 * warp + half) * LINES / 8 + q) + 2 * t + e;
 }
 
-// Adds a thread's part of the products of units with themselves. `scales` and `input_scales` begin
-// at the first of the 8 units, of which `units` exist.
+// Scales of the inputs that a thread's products belong to, for its two units of 8.
 template <int LINES>
-DEVICE void add_products(const Consumer& k, float (&sums)[sums_of(LINES)], const float (&c)[4 * LINES],
-                         const float* scales, const float* input_scales, int pitch, int units) {
+struct InputScales {
+  static constexpr int Q = LINES == 16 ? 2 : 1;
+  float of[2][Q][2];
+
+  // `scales` begins at the first of the 8 units. Those of units that do not exist are read, too, but not used.
+  DEVICE void load(const Consumer& k, const float* scales, int pitch) {
+    const int warp = k.warp % 4, t = k.lane % 4;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int q = 0; q < Q; ++q)
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          if (LINES == 1 && e != half) continue;
+          const int row = column_of<LINES>(warp, t, half, q, e) % LINES;
+          of[half][q][e] = scales[(LINES == ROWS || row < ROWS ? row : ROWS - 1) * pitch + 2 * warp + half];
+        }
+  }
+};
+
+// Adds a thread's part of the products of units with themselves. `scales` begins at the first of the 8 units, of which
+// `units` exist; with ALL, all of them do.
+template <int LINES, bool ALL>
+DEVICE void add_products(const Consumer& k, float (&sums)[sums_of(LINES)], const float (&c)[4 * LINES], const float* scales,
+                         const InputScales<LINES>& inputs, int units) {
   const int warp = k.warp % 4, t = k.lane % 4;
+  const float2 both = *(const float2*)(scales + 2 * warp);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int unit = 2 * warp + half;
-    if (unit >= units) continue;
-    const float scale = scales[unit];
+    const float scale = half ? both.y : both.x;
 #pragma unroll
-    for (int q = 0; q < (LINES == 16 ? 2 : 1); ++q)
+    for (int q = 0; q < inputs.Q; ++q)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
         if (LINES == 1 && e != half) continue;
@@ -51,9 +78,9 @@ DEVICE void add_products(const Consumer& k, float (&sums)[sums_of(LINES)], const
 #pragma unroll
         for (int w = 0; w < 4; ++w)
           if (warp == w) product = c[4 * ((2 * w + half) * LINES / 8 + q) + 2 * half + e];
-        const int column = column_of<LINES>(warp, t, half, q, e), row = column % LINES;
-        const float factor = scale * input_scales[(row < ROWS ? row : ROWS - 1) * pitch + unit];
-        if (column / LINES == unit) sums[LINES == 1 ? 0 : 2 * q + e] += product * factor;
+        // With at least 8 lines, these columns always belong to the unit.
+        const bool mine = LINES >= 8 || column_of<LINES>(warp, t, half, q, e) / LINES == unit;
+        if (mine && (ALL || unit < units)) sums[LINES == 1 ? 0 : 2 * q + e] += product * (scale * inputs.of[half][q][e]);
       }
   }
 }
@@ -97,6 +124,8 @@ DEVICE void take_packed_tiles(Consumer& k, float* sums) {
   const int group = k.warp / 4, first = HALVES ? group * UNITS_AT_ONCE : 0;
   int slots[N];
   float c[MINE][4 * PACKED_ROWS];
+  InputScales<PACKED_ROWS> inputs;
+  inputs.load(k, k.scales + first, XS_SCALES);
   await_boxes<P>(k, slots);
 #pragma unroll
   for (int m = 0; m < MINE; ++m) pin(c[m]);
@@ -114,8 +143,8 @@ DEVICE void take_packed_tiles(Consumer& k, float* sums) {
   for (int j = 0; j < N; ++j) {
     float own[sums_of(PACKED_ROWS)] = {};
     if (HALVES || j % 2 == group)
-      add_products<PACKED_ROWS>(k, own, c[HALVES ? j : j / 2], k.ring.scales + slots[j] * UNITS + first, k.scales + first,
-                                XS_SCALES, p.columns / p.unit - first);
+      add_products<PACKED_ROWS, all_units(p)>(k, own, c[HALVES ? j : j / 2], k.ring.scales + slots[j] * UNITS + first, inputs,
+                                              p.columns / p.unit - first);
     keep_packed_sums(k, own, sums + j * TILE_FLOATS, false);
   }
 #pragma unroll
@@ -148,14 +177,78 @@ DEVICE void take_packed_boxes(Consumer& k, int piece, float* sums) {
 #pragma unroll
     for (int j = 0; j < N; ++j) pin(c[j]);
 #pragma unroll
-    for (int j = 0; j < N; ++j)
-      add_products<PACKED_ROWS>(k, own, c[j], k.ring.scales + slots[j] * UNITS + half,
-                                k.scales + (box + j - first) * p.box + half, XS_SCALES,
-                                p.columns / p.unit - (box + j) * p.box - half);
+    for (int j = 0; j < N; ++j) {
+      InputScales<PACKED_ROWS> inputs;
+      inputs.load(k, k.scales + (box + j - first) * p.box + half, XS_SCALES);
+      add_products<PACKED_ROWS, all_units(p)>(k, own, c[j], k.ring.scales + slots[j] * UNITS + half, inputs,
+                                              p.columns / p.unit - (box + j) * p.box - half);
+    }
 #pragma unroll
     for (int j = 0; j < N; ++j) free_slot(k);
   }
   keep_packed_sums(k, own, sums, piece > 0);
+}
+
+// Whether stream_packed_boxes() multiplies the tiles of a phase. With 16 rows there are too few registers for it, and with
+// up to 4 the other functions multiply more boxes at a time.
+constexpr bool is_streamed(const Product& p) {
+  return PACKED_ROWS == 8 && all_units(p) && p.box > UNITS_AT_ONCE && p.piece_boxes <= 3 && p.boxes % p.piece_boxes == 0;
+}
+
+// Waits for all but the last `left` of the started products.
+template <int MOST>
+DEVICE void await_all_but(int left) {
+  if (left == MOST) return await_products<MOST>();
+  if constexpr (MOST > 0) await_all_but<MOST - 1>(left);
+}
+
+// Multiplies the boxes of N tiles in a piece. Each warp group multiplies half of each box. While the products of a box are
+// added up, those of the following boxes are computed.
+template <int P, int N>
+DEVICE void stream_packed_tiles(Consumer& k, const InputScales<PACKED_ROWS>* inputs, int piece, float* sums) {
+  constexpr Product p = PRODUCTS[P];
+  constexpr int LINES = PACKED_ROWS, BOXES = p.piece_boxes, ALL = N * BOXES;
+  const int half = k.warp / 4 * UNITS_AT_ONCE;
+  int slots[ALL];
+  float c[ALL][4 * LINES];
+  await_boxes<P>(k, slots);
+#pragma unroll
+  for (int j = 0; j < ALL; ++j) pin(c[j]);
+  begin_products();
+#pragma unroll
+  for (int j = 0; j < ALL; ++j) {
+    multiply_units(c[j], k.ring.data + slots[j] * SLOT + half * TILE_UNIT, k.xs + (j % BOXES * p.box + half) * LINES * 128);
+    commit_products();
+  }
+  float own[sums_of(LINES)];
+#pragma unroll
+  for (int j = 0; j < ALL; ++j) {
+    await_all_but<ALL - 1>(ALL - 1 - j);
+    pin(c[j]);
+    if (j % BOXES == 0)
+#pragma unroll
+      for (int i = 0; i < sums_of(LINES); ++i) own[i] = 0;
+    add_products<LINES, true>(k, own, c[j], k.ring.scales + slots[j] * UNITS + half, inputs[j % BOXES], p.box);
+    free_slot(k);
+    if (j % BOXES == BOXES - 1) keep_packed_sums(k, own, sums + j / BOXES * TILE_FLOATS, piece > 0);
+  }
+}
+
+// Multiplies the boxes of `count` tiles in a piece.
+template <int P>
+DEVICE void stream_packed_boxes(Consumer& k, int count, int piece, float* sums) {
+  constexpr Product p = PRODUCTS[P];
+  constexpr int MOST = p.piece_boxes == 1 ? 2 : 1;  // as registers allow
+  InputScales<PACKED_ROWS> inputs[p.piece_boxes];  // the same for all tiles
+#pragma unroll
+  for (int box = 0; box < p.piece_boxes; ++box)
+    inputs[box].load(k, k.scales + box * p.box + k.warp / 4 * UNITS_AT_ONCE, XS_SCALES);
+  int i = 0;
+#pragma unroll 1
+  for (; i + MOST <= count; i += MOST) stream_packed_tiles<P, MOST>(k, inputs, piece, sums + i * TILE_FLOATS);
+  if (MOST > 1)
+#pragma unroll 1
+    for (; i < count; ++i) stream_packed_tiles<P, 1>(k, inputs, piece, sums + i * TILE_FLOATS);
 }
 
 // The pairs that a warp group multiplies in one tile of each listed expert, in the order of experts.
@@ -190,7 +283,7 @@ DEVICE void add_to_row(float (&own)[ROWS], float value, int row) {
 template <int P>
 DEVICE void take_packed_experts(Consumer& k, float* sums) {
   constexpr Product p = PRODUCTS[P];
-  constexpr int N = ROWS == 1 ? 4 : 2;
+  constexpr int N = ROWS == 1 || PACKED_ROWS == 8 ? 4 : 2;  // as registers allow
   static_assert(p.boxes == 1 && N <= SLOTS, "");
   const int group = k.warp / 4, half = group * UNITS_AT_ONCE, input = p.doubled ? 0 : half, where = k.where(P);
   const Parts<P> parts{*k.choice, p.doubled ? group : 0};
@@ -222,8 +315,9 @@ DEVICE void take_packed_experts(Consumer& k, float* sums) {
 #pragma unroll
     for (int j = 0; j < N; ++j) {
       float sum[1] = {};
-      add_products<1>(k, sum, c[j], k.ring.scales + at[j] * UNITS + half, k.scales + lines[j] * Lines<P>::SCALES + input, 0,
-                      p.columns / p.unit - input);
+      InputScales<1> inputs;
+      inputs.load(k, k.scales + lines[j] * Lines<P>::SCALES + input, 0);
+      add_products<1, all_units(p)>(k, sum, c[j], k.ring.scales + at[j] * UNITS + half, inputs, p.columns / p.unit - input);
       if (first + j < count) add_to_row(own, sum[0], lines[j] / CHOSEN);
     }
     const int next = first + N < count ? parts.slot(parts.at(first + N)) : slots;
@@ -251,6 +345,8 @@ DEVICE void take_packed_group(Consumer& k, int count, int piece, float* sums) {
   if constexpr (Lines<P>::OF_PAIRS) {
 #pragma unroll 1
     for (; i < count; ++i) take_packed_experts<P>(k, sums + i * TILE_FLOATS);
+  } else if constexpr (is_streamed(p)) {
+    stream_packed_boxes<P>(k, count, piece, sums);
   } else if constexpr (p.boxes == 1) {
     constexpr int MOST = PACKED_ROWS <= 4 ? 4 : PACKED_ROWS == 8 ? 2 : 1;  // as registers allow
     if (MOST == 4)

@@ -18,7 +18,7 @@ struct Shared {
   alignas(16) Choice choice;
   float scores[EXPERTS ? ROWS * WARPS * SCORED : 1];
   alignas(16) float box_scales[PACKED ? SLOTS * UNITS : 4];
-  float input_scales[PACKED ? ALL_SCALES : 1];
+  float input_scales[PACKED ? ALL_SCALES + UNITS : 1];  // and room to read past the last unit
 };
 static_assert(sizeof(Shared) <= SHARED_BYTES, "table.py reserves too little");
 static_assert(GROUP_HEADS <= WARPS && HEAD_DIM % 64 == 0 && HIDDEN % 256 == 0 && BLOCK_SIZE % 16 == 0, "");
