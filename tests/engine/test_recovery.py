@@ -207,6 +207,7 @@ NAMES = "tokenizer.0", "control", "detokenizer", "grammar", "runner.0"
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize("turns", [5, pytest.param(20, marks=pytest.mark.long)])
 def test_a_torturer_on_a_simulated_device(turns):
     tortured = run(NAMES, turns, 1, (0.0, 0.01, 0.03, 0.1), device="simulated:1")
@@ -248,6 +249,7 @@ def seeing():
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     ("names", "pauses"),
     [

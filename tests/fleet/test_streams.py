@@ -26,6 +26,7 @@ from tests.engine.test_recovery import CHAT, TEXT, compare, read
 from tests.engine.test_vision import conversation, drawn
 from tests.fleet.local import fleet
 
+pytestmark = pytest.mark.drawn(2)
 LONG = pytest.mark.long
 
 

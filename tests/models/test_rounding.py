@@ -108,6 +108,7 @@ def test_a_norm_rounds_for_its_consumer(device, dtype, size, block, swizzled, sl
     check(consumer, found, block)
 
 
+@pytest.mark.drawn(3)
 @DTYPES
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 2), (5, 1)])
 @pytest.mark.parametrize(("dim", "swizzled"), [(32, False), (128, True), (128, False)])

@@ -22,6 +22,7 @@ from tests.server.harness import IN_ONE, SIMULATED, Served, events, here, posted
 from tests.server.scripted import directory
 from tests.text.test_chat import DEMO
 
+pytestmark = pytest.mark.drawn(2)
 PATH = "/v1/completions"
 SMALL = dict(hidden_size=32, num_hidden_layers=1, head_dim=8, intermediate_size=48, vocab_size=2048)
 

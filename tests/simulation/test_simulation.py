@@ -144,6 +144,7 @@ SLOW = {"who is held keeps its place from answers to the same request"}
 
 @pytest.mark.drawn(3)
 @pytest.mark.timeout(600)
+@pytest.mark.drawn(2)
 @pytest.mark.parametrize(
     "mutation",
     [
