@@ -115,9 +115,10 @@ class Weights:
         """Return a part of a tensor as `dtype`. A packed tensor must have the dtype `stored` in the
         file."""
         self._files.check(name, part.shape, stored)
-        self._loaded_names.add(name)
         tensor = self._files.read(name, part)
-        self._read_ahead.advance(math.prod(part.shape) * tensor.element_size())
+        if name not in self._loaded_names:  # other parts of it are behind the loader
+            self._read_ahead.advance(math.prod(part.shape) * tensor.element_size())
+        self._loaded_names.add(name)
         # A GPU checks the values in a fraction of the time.
         checked = tensor.to(self.device) if self.device.type == "cuda" else tensor
         if self._check and tensor.is_floating_point():
@@ -245,7 +246,8 @@ def format_of(quantization: Quantization | None) -> Format | None:
 class RandomWeights(Weights):
     """Random weights of any requested shape, created on the device. No checkpoint is needed.
 
-    They are for benchmarks, as the duration of a step does not depend on the values of weights.
+    They are for benchmarks. The duration of a step does not depend on the values of weights, except
+    those of routers, which determine how many distinct experts are read.
     """
 
     def __init__(

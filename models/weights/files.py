@@ -69,7 +69,8 @@ class Selection:
         return tuple(sizes)
 
     def read(self, tensor_slice: Any) -> torch.Tensor:
-        """Return the part of a tensor's slice. Only the part is read from the file."""
+        """Return the part of a tensor's slice. It must not be the whole tensor. Only the part is
+        read from the file."""
         tensor: torch.Tensor
         if self.spans:
             tensor = tensor_slice[
@@ -200,11 +201,7 @@ class TensorFiles:
                 f"{self.listing} has no weight {name!r}; check that config.json belongs to "
                 "this checkpoint"
             )
-        path = self.path_of(name)
-        try:
-            tensor_slice = self.slice_of(name)
-        except SafetensorError as error:
-            raise WeightsError(f"{path}: {name}: {error}") from error
+        path, tensor_slice = self.path_of(name), self.slice_of(name)
         found_shape, found_type = tuple(tensor_slice.get_shape()), tensor_slice.get_dtype()
         if found_shape != shape:
             raise WeightsError(
@@ -233,11 +230,15 @@ class TensorFiles:
         return self.directory / self._file_of[name]
 
     def slice_of(self, name: str) -> Any:
-        """Return the slice of a tensor, which must exist."""
-        return self._files[self._file_of[name]].get_slice(name)
+        """Return the slice of a tensor in `names`. Raises `WeightsError` if its file does not
+        contain it."""
+        try:
+            return self._files[self._file_of[name]].get_slice(name)
+        except SafetensorError as error:
+            raise WeightsError(f"{self.path_of(name)}: {name}: {error}") from error
 
     def min_bytes(self, dtype: torch.dtype, ignored: Collection[str], *, unpacked: bool) -> int:
-        """Return the size of all tensors in bytes, except those named in `ignored`.
+        """Return a lower bound on the size of all tensors except those in `ignored`, in bytes.
 
         Packed tensors count with their size in the file, or with the size of `dtype` if `unpacked`
         is True. All others count with the size of `dtype`.
@@ -246,8 +247,10 @@ class TensorFiles:
         for name in self._file_of.keys() - set(ignored):
             tensor_slice = self.slice_of(name)
             stored_type = tensor_slice.get_dtype()
-            has_own_size = stored_type in _FLOAT_TYPES or (unpacked and stored_type in _FP8_TYPES)
-            element_size = dtype.itemsize if has_own_size else _INTEGER_SIZES.get(stored_type, 1)
+            has_model_dtype = stored_type in _FLOAT_TYPES or (
+                unpacked and stored_type in _FP8_TYPES
+            )
+            element_size = dtype.itemsize if has_model_dtype else _INTEGER_SIZES.get(stored_type, 1)
             total += math.prod(tensor_slice.get_shape()) * element_size
         return total
 

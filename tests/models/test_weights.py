@@ -193,6 +193,11 @@ def test_an_index_that_lists_a_weight_its_file_lacks_is_named(sharded):
     wrong = next(file for file in mapping.values() if file != mapping[GATE])
     edit(sharded / INDEX, weight_map={**mapping, GATE: wrong})
     fails(sharded, WeightsError, sharded / wrong, GATE)
+    with (
+        Weights(sharded, torch.float32, CPU) as weights,
+        pytest.raises(WeightsError, match=rf"{wrong}: {GATE}"),
+    ):
+        weights.min_bytes()
 
 
 def test_an_index_that_leaves_a_weight_out_means_it_is_missing(sharded):
