@@ -137,7 +137,9 @@ DEVICE void list_experts(Choice& choice) {
 // Orders the pairs for FP8 down projections.
 DEVICE void order_pairs(Choice& choice) {
   constexpr int GROUPS = PRODUCTS[DOWN].doubled ? 2 : 1;
-  constexpr int EACH = 4, ALL = (PAIRS * EACH + 31) / 32 * 32;  // threads of a pair, and of all
+  // Several threads compare each pair with the others, because one takes too long. Whole warps take part, as shuffling
+  // requires.
+  constexpr int EACH = 4, ALL = (PAIRS * EACH + 31) / 32 * 32;
   for (int i = thread_index(); i < ALL; i += THREADS) {
     const int pair = i / EACH < PAIRS ? i / EACH : PAIRS - 1;
     const int rank = choice.ranks[pair], group = rank % GROUPS;

@@ -13,7 +13,7 @@
 // have undefined products, which are not added.
 
 constexpr int UNITS_AT_ONCE = 8;
-// Whether all 8 units of every product exist.
+// Whether every product has all of its 8 units, so that none must be checked.
 constexpr bool all_units(const Product& p) { return p.columns == p.boxes * p.box * p.unit && p.box % UNITS_AT_ONCE == 0; }
 // Rows of the inputs that a thread has sums of, for `lines` rows of inputs.
 constexpr int sums_of(int lines) { return lines == 1 ? 1 : lines == 16 ? 4 : 2; }
@@ -36,7 +36,7 @@ DEVICE int column_of(int warp, int t, int half, int q, int e) {
   return 8 * ((2 * warp + half) * LINES / 8 + q) + 2 * t + e;
 }
 
-// Scales of the inputs that a thread's products belong to, for its two units of 8.
+// Scales of the inputs that a thread's products belong to, for the two of the 8 units that its warp adds up.
 template <int LINES>
 struct InputScales {
   static constexpr int Q = LINES == 16 ? 2 : 1;
@@ -189,13 +189,13 @@ DEVICE void take_packed_boxes(Consumer& k, int piece, float* sums) {
   keep_packed_sums(k, own, sums, piece > 0);
 }
 
-// Whether stream_packed_boxes() multiplies the tiles of a phase. With 16 rows there are too few registers for it, and with
-// up to 4 the other functions multiply more boxes at a time.
+// Whether stream_packed_boxes() multiplies the tiles of a phase. With 16 rows there are too few registers for it. Fewer
+// rows than 5 were not tried.
 constexpr bool is_streamed(const Product& p) {
   return PACKED_ROWS == 8 && all_units(p) && p.box > UNITS_AT_ONCE && p.piece_boxes <= 3 && p.boxes % p.piece_boxes == 0;
 }
 
-// Waits for all but the last `left` of the started products.
+// Waits for all but the last `left` of the started products, where `left` is at most MOST.
 template <int MOST>
 DEVICE void await_all_but(int left) {
   if (left == MOST) return await_products<MOST>();
@@ -208,6 +208,7 @@ template <int P, int N>
 DEVICE void stream_packed_tiles(Consumer& k, const InputScales<PACKED_ROWS>* inputs, int piece, float* sums) {
   constexpr Product p = PRODUCTS[P];
   constexpr int LINES = PACKED_ROWS, BOXES = p.piece_boxes, ALL = N * BOXES;
+  static_assert(ALL <= SLOTS, "all boxes are in the ring at the same time");
   const int half = k.warp / 4 * UNITS_AT_ONCE;
   int slots[ALL];
   float c[ALL][4 * LINES];

@@ -381,7 +381,7 @@ def layout_of(shape: Shape) -> Layout:
     attention = 16 * (shape.head_dim + 32) + 8 * shape.head_dim + 64 * (WARPS + 1)
     rest = 20 * _MAX_SLOTS + shape.rows * (WARPS * 4 + shape.hidden_tiles * 32 + 16) + attention
     if shape.packed:  # scales of the ring's boxes, and of the inputs
-        rest += 4 * UNITS * _MAX_SLOTS + 4 * input_scales(shape, packed_columns)
+        rest += 4 * UNITS * _MAX_SLOTS + 4 * (input_scales(shape, packed_columns) + UNITS)
     if shape.mixture is not None:  # scores of the rows, and their chosen experts
         rest += 4 * shape.rows * WARPS * scored_experts(shape) + 40 * shape.pairs + 80
     rest = (rest + 448) // 16 * 16
