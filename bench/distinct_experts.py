@@ -2,7 +2,8 @@
 
 A step reads the matrices of each chosen expert once, so its time depends on the number of distinct
 experts per layer. In the engine's kernels, the choices never leave the GPU. `ChoiceRecorder`
-therefore loads the engine's model a second time and repeats a step's last tokens as prompts.
+therefore loads the engine's model a second time and runs each row's tokens up to that step as a
+prompt.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class ChoiceRecorder:
             state.allocate(device.zeros, self._blocks, self._model.block_size, 1)
             for state in self._model.network.states
         ]
-        assert paged_caches(self._states) is not None, "only the keys and values are reset"
+        assert paged_caches(self._states) is not None, "slot states are not supported"
         self._chosen: list[torch.Tensor] = []
         self._route = device.route
         self._device.route = self._record
@@ -62,7 +63,7 @@ class ChoiceRecorder:
             return [sorted(ids) for ids in torch.stack(self._chosen).tolist()]
 
     def _inputs(self, token_ids: Sequence[int]) -> ForwardInputs:
-        """Return the inputs of a prompt of one row, in the first blocks of the cache."""
+        """Return the inputs of a prompt in slot 0, in the first blocks of the cache."""
         model, device, count = self._model, self._device, len(token_ids)
 
         def int32(values: Sequence[Any]) -> torch.Tensor:

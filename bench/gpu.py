@@ -91,8 +91,8 @@ FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size
 MODELS |= {f"{name}-fp8": {**MODELS[name], "quantization_config": FP8} for name in [*MODELS]}
 TESTS = ("workload", "latency", "decode", "idle", "recommended", "prefill", "prompts", "burst")
 TESTS += ("gap",)
-_MIDDLE = 130
-"""Number of answer tokens in the middle of a window."""
+_COUNTED_TOKENS = 130
+"""Number of answer tokens at the step of a window whose experts are counted."""
 
 
 def prompts_of(lengths: list[int], seed: int) -> list[list[int]]:
@@ -131,7 +131,7 @@ class Bench:
         self.answered: list[tuple[list[int], list[int]]] = []
         """Prompts and answers of the last batch."""
         self.windows: dict[str, list[list[int]]] = {}
-        """For each number of rows, the tokens of each row in the middle of the last window."""
+        """For each number of rows, the tokens of each row at one step of the last window."""
 
     async def one(self, prompt: list[int], tokens: int, temperature: float, seed: int) -> list[int]:
         params = dataclasses.replace(params_of(tokens, temperature, seed), **self.cut)
@@ -197,7 +197,9 @@ class Bench:
         before = await self.device_after(planned + 2)
         after = await self.device_after(before["steps"] + 150)
         await task
-        self.windows[str(rows)] = [prompt + answer[:_MIDDLE] for prompt, answer in self.answered]
+        self.windows[str(rows)] = [
+            prompt + answer[:_COUNTED_TOKENS] for prompt, answer in self.answered
+        ]
         return self.between(before, after)
 
     async def scheduler(self) -> dict:
@@ -419,6 +421,16 @@ def summary(results: dict) -> None:
             print(line)
 
 
+def check_countable(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    tests = set(args.tests.split(","))
+    if "num_experts" not in MODELS[args.model]:
+        parser.error(f"--count-experts: {args.model} has no experts")
+    if not tests & {"decode", "idle"} or "recommended" in tests:
+        parser.error("--count-experts: needs decode or idle, without recommended")
+    if len(args.depth) > 1:
+        parser.error("--count-experts: the model of one depth would not leave room for the next")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--model", choices=MODELS, default="0.6b")
@@ -438,8 +450,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--trace", type=Path)
     args = parser.parse_args()
-    if args.count_experts and "num_experts" not in MODELS[args.model]:
-        parser.error(f"--count-experts: {args.model} has no experts")
+    if args.count_experts:
+        check_countable(parser, args)
     with tempfile.TemporaryDirectory() as name:
         (Path(name) / "config.json").write_text(json.dumps(MODELS[args.model]))
         runs = [uvloop.run(measure(args, Path(name), depth)) for depth in args.depth]

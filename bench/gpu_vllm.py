@@ -81,7 +81,7 @@ class Peer:
         results = {}
         for rows in batches:
             few, many = (128, 384) if rows <= 8 else (128, 256)
-            for tokens in (8, few):  # vLLM compiles kernels at the first use of some sizes
+            for tokens in (8, few, many):  # vLLM compiles kernels at the first use of some sizes
                 self.generate([1024] * rows, [tokens] * rows, 0.0)
             times = []
             for _ in range(self.rounds if rows < 256 else self.large_rounds):
@@ -135,6 +135,8 @@ def main() -> None:
         for test in args.tests.split(","):
             run[test] = peer.decode(args.batches) if test == "decode" else getattr(peer, test)()
             print(test, json.dumps(run[test]), flush=True)
+        if "num_experts" in MODELS[args.model]:
+            vllm_routing.check_use()
     results = report(args.model, [run], ("vllm", "torch"), "vLLM")
     summary(results)
     if args.out:

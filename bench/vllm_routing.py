@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 
 STRATEGY = "table"
+_USED = "BENCH_TABLE_ROUTING_USED"
+"""Environment variable with the name of a file that is created when the table is first used."""
 _ROWS = 4096
 """Number of rows of the table. Steps with more tokens use it repeatedly."""
 _METADATA = "Metadata-Version: 2.1\nName: table_routing\nVersion: 1.0\n"
@@ -39,15 +41,21 @@ def install(directory: Path) -> None:
     directory, which must exist as long as they run."""
     information = directory / "table_routing-1.0.dist-info"
     information.mkdir()
-    (information / "METADATA").write_text(
-        "Metadata-Version: 2.1\nName: table_routing\nVersion: 1\n"
-    )
+    (information / "METADATA").write_text(_METADATA)
     (information / "entry_points.txt").write_text(_ENTRY_POINTS)
     paths = [str(directory), str(Path(__file__).parent.parent)]
     sys.path[:0] = paths
     inherited = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([*paths, *([inherited] if inherited else [])])
     os.environ["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] = STRATEGY
+    os.environ[_USED] = str(directory / "used")
+
+
+def check_use() -> None:
+    """Raise `RuntimeError` if vLLM has not used the table, for example because a kernel routes by
+    itself."""
+    if not Path(os.environ[_USED]).exists():
+        raise RuntimeError("vLLM has not routed by the table")
 
 
 def register() -> None:
@@ -72,6 +80,7 @@ def register() -> None:
             key = experts, top_k, router_logits.device
             if key not in self._tables:  # by the profiling run, before graphs are captured
                 self._tables[key] = torch.from_numpy(table(experts, top_k)).to(router_logits.device)
+                Path(os.environ[_USED]).touch()
             ids = self._tables[key]
             if tokens > len(ids):
                 ids = ids.repeat(-(-tokens // len(ids)), 1)

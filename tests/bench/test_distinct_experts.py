@@ -1,12 +1,15 @@
 """The count of the experts that rows have chosen, and the table by which vLLM routes."""
 
+import sys
+import types
+
 import numpy as np
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from bench.distinct_experts import ChoiceRecorder, distinct, expected, summarize
-from bench.vllm_routing import distinct_experts, table
+from bench.vllm_routing import check_use, distinct_experts, install, register, table
 from tests.models.checkpoints import CONFIGURATIONS, make_checkpoint
 
 
@@ -37,3 +40,41 @@ def test_the_table_is_drawn_uniformly(rows):
     assert abs(distinct_experts(128, 8, rows) - expected(128, 8, rows)) < 4
     share = np.bincount(drawn.ravel(), minlength=128) / drawn.size * 128
     assert 0.8 < share.min() <= share.max() < 1.2
+
+
+PACKAGES = ["vllm", "model_executor", "layers", "fused_moe", "router"]
+MODULE = "routing_simulator_router"
+
+
+@pytest.fixture
+def strategies(monkeypatch):
+    """The strategies of a package that looks like vLLM's."""
+    found = {}
+    simulated = types.SimpleNamespace(
+        RoutingStrategy=object,
+        RoutingSimulator=types.SimpleNamespace(register_strategy=found.__setitem__),
+    )
+    for depth in range(1, len(PACKAGES) + 1):
+        name = ".".join(PACKAGES[:depth])
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    setattr(sys.modules[".".join(PACKAGES)], MODULE, simulated)
+    return found
+
+
+def test_vllm_routes_each_row_by_the_table(tmp_path, monkeypatch, strategies):
+    for name in ("PYTHONPATH", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY", "BENCH_TABLE_ROUTING_USED"):
+        monkeypatch.setenv(name, "")
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    install(tmp_path)
+    register()
+    (strategy,) = strategies.values()
+    with pytest.raises(RuntimeError, match="not routed by the table"):
+        check_use()
+    for tokens in (3, 5000):
+        logits = torch.zeros(tokens, 128)
+        weights, ids = strategy.route_tokens(logits, logits, 8, torch.int32)
+        expected_ids = np.resize(table(128, 8), (tokens, 8))
+        assert ids.dtype == torch.int32
+        assert np.array_equal(ids.numpy(), expected_ids)
+        assert torch.allclose(weights.sum(1), torch.ones(tokens))
+    check_use()

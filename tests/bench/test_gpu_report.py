@@ -111,8 +111,11 @@ def test_distinct_experts_stand_beside_the_times_of_a_step(tmp_path, write):
         rows = {"8": decode(2.0) | {"distinct_experts": {"mean": count, "min": 1, "max": 99}}}
         run = {"depth": 2, "decode": rows} if name == "ours" else {"decode": rows}
         write(f"a-gpu-{name}", engine, [run])
-    start = "decode, batch 8: ms per step (51 and 53 distinct experts per layer)"
+    start = "decode, batch 8: ms per step (distinct experts per layer: nanoactor 51, vLLM 53)"
     assert cells(tables(tmp_path), start) == ["2.000", "2.000", "1.00"]
+    run = {"depth": 2, "decode": {"8": decode(1.0)}}
+    write("b-gpu-ours", "nanoactor 0.2.0", [run], date="2026-02-01")
+    assert cells(tables(tmp_path), "decode, batch 8: ms per step") == ["1.000", "2.000", "2.00"]
 
 
 def test_a_table_names_the_newest_version_of_each_engine(tmp_path, write):
