@@ -56,6 +56,7 @@ def test_a_constructor_by_hand_has_vllms_defaults(llm):
     assert llm.get_default_sampling_params() == SamplingParams.for_model()
 
 
+@pytest.mark.drawn(2)
 def test_no_parameters_are_the_models():
     """From equal seeds engines draw the same ones for requests without."""
 

@@ -26,6 +26,8 @@ from nanoactor.errors import (
 from tests.conftest import check_descriptors, children, descriptors
 from tests.engine.harness import collect
 
+pytestmark = pytest.mark.drawn(2)
+
 FAST = dict(device="simulated:1", max_num_seqs=4)
 IN_ONE = {**FAST, "placement": "single"}
 FEW, LONG = (

@@ -14,6 +14,8 @@ from nanoactor.model_files.files import resolve_model
 from tests.examples.running import run
 from tests.product_files import ROOT
 
+pytestmark = pytest.mark.drawn(2)
+
 PROMPTS = ROOT / "examples" / "prompts.jsonl"
 GREEDY = b'{"id": 7, "prompt": "JULIET:", "temperature": 0, "max_tokens": 8}\n'
 WRONG = {

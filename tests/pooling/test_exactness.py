@@ -146,6 +146,7 @@ async def test_other_families_and_names(tmp_path, family, bare):
             check(model, prompt, "last", await llm.embed(ids(prompt), RAW))
 
 
+@pytest.mark.drawn(2)
 @on_a_loop
 async def test_ranks_make_the_same_vectors(embedders):
     for kind, (directory, model) in embedders.items():

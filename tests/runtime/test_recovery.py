@@ -24,7 +24,7 @@ from nanoactor.runtime.wiring import Options
 from tests.conftest import children, descriptors
 from tests.runtime.actors import Do, Ping, Pong
 
-pytestmark = pytest.mark.deadly
+pytestmark = [pytest.mark.deadly, pytest.mark.drawn(2)]
 
 NODES = "near", "far"
 
