@@ -18,9 +18,10 @@ from nanoactor.models.families.qwen3_moe import ExpertOptions
 from nanoactor.models.layers.kinds import ExpertsSpec
 from nanoactor.models.model_config import ModelConfig, RopeConfig
 from nanoactor.models.seq_lens import NO_SEQ_LENS
-from nanoactor.models.weights.checkpoint import Weights
+from nanoactor.models.weights.files import Selection
 from nanoactor.models.weights.fp8 import Fp8Blocks
 from nanoactor.models.weights.linear import Dense, LinearWeights, Projection
+from nanoactor.models.weights.weights import Weights
 from nanoactor.models.weights.whole_step import (
     LayerWeights,
     Matrix,
@@ -37,8 +38,7 @@ class GivenWeights(Weights):
     """Weights by name, out of fused tensors that are there already."""
 
     def __init__(self, shape: Shape, weights: ModelWeights) -> None:
-        self.dtype, self.device = torch.bfloat16, weights.embed.device
-        self._format = None
+        super().__init__("given tensors", torch.bfloat16, weights.embed.device)
         self._tensors: dict[str, torch.Tensor | None] = {
             "model.embed_tokens.weight": weights.embed,
             "model.norm.weight": weights.norm,
@@ -102,10 +102,17 @@ class GivenWeights(Weights):
         matrix = self._stacked[projections[0].parts[0].name]
         return _packed(matrix) if isinstance(matrix, PackedMatrix) else Dense(matrix)
 
-    def load(self, name: str, *shape: int, **part: Any) -> torch.Tensor:
+    def shape_of(self, name: str) -> tuple[int, ...]:
         tensor = self._tensors[name]
         assert tensor is not None, name
-        assert tuple(tensor.shape) == shape, name
+        return tuple(tensor.shape)
+
+    def _load(
+        self, name: str, part: Selection, dtype: torch.dtype, stored: torch.dtype | None
+    ) -> torch.Tensor:
+        tensor = self._tensors[name]
+        assert tensor is not None, name
+        assert part.shape == part.sizes == tuple(tensor.shape), name
         return tensor
 
 

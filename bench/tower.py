@@ -35,7 +35,7 @@ from nanoactor.models.vision.config import VisionConfig, parse_vision
 from nanoactor.models.vision.image_config import ImageConfig
 from nanoactor.models.vision.patches import PatchMaker
 from nanoactor.models.vision.tower import VisionTower
-from nanoactor.models.weights.checkpoint import RandomWeights
+from nanoactor.models.weights.random_weights import RandomWeights
 
 HALF = ((0.5,) * 3, (0.5,) * 3)
 BACKENDS = ("CUDNN_ATTENTION", "FLASH_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
@@ -83,7 +83,7 @@ def tower(name: str, height: int, width: int, rounds: int) -> dict[str, Any]:
     device.prepare_thread(8)
     images = ImageConfig(65536, 1 << 24, 32, 1 / 255, *HALF)
     with device.stream():
-        weights = RandomWeights(Path(), torch.bfloat16, device.torch_device)
+        weights = RandomWeights(torch.bfloat16, device.torch_device)
         made = VisionTower(config, weights, device, "model.visual")
         patches = PatchMaker(config, images, device.torch_device)
         shape = 1, height, width, 3

@@ -21,8 +21,8 @@ from nanoactor.models.layers.state import StateSpec
 from nanoactor.models.layers.step import LayerContext, LayerStep
 from nanoactor.models.model_config import ModelConfig, Scales
 from nanoactor.models.parallel import shard_of
-from nanoactor.models.weights.checkpoint import Weights
 from nanoactor.models.weights.linear import Dense
+from nanoactor.models.weights.weights import Weights
 from nanoactor.models.weights.whole_step import ModelWeights
 
 _HEAD = "lm_head.weight"

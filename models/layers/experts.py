@@ -9,8 +9,8 @@ from nanoactor.models.layers.kinds import ExpertsSpec
 from nanoactor.models.layers.linear import columns_of_rank
 from nanoactor.models.layers.step import LayerContext, LayerStep
 from nanoactor.models.parallel import Span
-from nanoactor.models.weights.checkpoint import Weights
 from nanoactor.models.weights.linear import Dense, ExpertWeights, Part, Projection, Router
+from nanoactor.models.weights.weights import Weights
 
 
 class Experts:

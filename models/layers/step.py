@@ -11,7 +11,7 @@ from nanoactor.models.collective import Group
 from nanoactor.models.devices.protocols import Operators
 from nanoactor.models.model_config import ModelConfig
 from nanoactor.models.parallel import Shard
-from nanoactor.models.weights.checkpoint import Weights
+from nanoactor.models.weights.weights import Weights
 
 Rotation = tuple[torch.Tensor, torch.Tensor]
 

@@ -16,8 +16,8 @@ from torch.nn import functional as F
 from nanoactor.models.devices.protocols import LinearOperator, Operators
 from nanoactor.models.layers.step import Rotation
 from nanoactor.models.vision.config import VisionConfig
-from nanoactor.models.weights.checkpoint import Weights
 from nanoactor.models.weights.linear import Dense
+from nanoactor.models.weights.weights import Weights
 
 _EPS = 1e-6
 

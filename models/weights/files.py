@@ -237,6 +237,11 @@ class TensorFiles:
         except SafetensorError as error:
             raise WeightsError(f"{self.path_of(name)}: {name}: {error}") from error
 
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor in `names`. Raises `WeightsError` if its file does not
+        contain it."""
+        return tuple(self.slice_of(name).get_shape())
+
     def min_bytes(self, dtype: torch.dtype, ignored: Collection[str], *, unpacked: bool) -> int:
         """Return a lower bound on the size of all tensors except those in `ignored`, in bytes.
 

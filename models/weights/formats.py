@@ -5,4 +5,4 @@ from __future__ import annotations
 
 FORMATS: dict[str, str] = {"fp8": "nanoactor.models.weights.fp8:Fp8Format"}
 """Class that reads each format, as "module:name". It follows the protocol
-`nanoactor.models.weights.checkpoint.Format`."""
+`nanoactor.models.weights.weights.Format`."""

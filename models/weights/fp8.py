@@ -20,8 +20,8 @@ import torch
 from nanoactor.models.errors import ModelError, UnsupportedModel
 from nanoactor.models.model_config import Quantization
 from nanoactor.models.parallel import Span
-from nanoactor.models.weights.checkpoint import Weights
 from nanoactor.models.weights.linear import Part, Projection
+from nanoactor.models.weights.weights import Weights
 
 E4M3 = torch.float8_e4m3fn
 _OUTPUTS_AT_ONCE = 1024
@@ -96,7 +96,7 @@ def iter_experts(weights: Fp8Blocks) -> Iterator[Fp8Blocks]:
 
 class Fp8Format:
     """Reader of FP8 checkpoints with block scales; a
-    `nanoactor.models.weights.checkpoint.Format`."""
+    `nanoactor.models.weights.weights.Format`."""
 
     def __init__(self, quantization: Quantization) -> None:
         """Check the options. Raises `UnsupportedModel` if they are not supported, and `ModelError`

@@ -9,9 +9,10 @@ from typing import cast
 import torch
 
 from nanoactor.models.devices.protocols import Device, ExpertsOperator, Linear, LinearOperator
-from nanoactor.models.weights.checkpoint import Weights
+from nanoactor.models.weights.checkpoint import CheckpointWeights
 from nanoactor.models.weights.files import Selection
 from nanoactor.models.weights.linear import ExpertWeights, LinearWeights, Projection
+from nanoactor.models.weights.weights import Weights
 
 _META = torch.device("meta")
 """PyTorch's device for tensors that have a shape and a dtype but no values."""
@@ -40,10 +41,10 @@ class _Tensor:
 class Headers(Weights):
     """The tensors of an open checkpoint, without their values."""
 
-    def __init__(self, weights: Weights) -> None:
+    def __init__(self, weights: CheckpointWeights) -> None:
         """Use the open files of `weights`, which must stay open."""
-        self.dtype, self.device = weights.dtype, _META
-        self._format, self._files = weights._format, weights._files
+        super().__init__(weights.origin, weights.dtype, _META, weights.format)
+        self._files = weights.files
         self._found: list[_Tensor] = []
         """Tensors that were found since the last projection began."""
         self._projections: dict[Hashable, tuple[LinearWeights, list[_Tensor]]] = {}
@@ -53,6 +54,14 @@ class Headers(Weights):
     def has_values(self) -> bool:
         """False."""
         return False
+
+    def __contains__(self, name: str) -> bool:
+        """Return True if the checkpoint has a tensor with this name."""
+        return name in self._files.names
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor, which must exist."""
+        return self._files.shape_of(name)
 
     def _load(
         self, name: str, part: Selection, dtype: torch.dtype, stored: torch.dtype | None
@@ -110,7 +119,7 @@ def _experts(x: torch.Tensor, ids: torch.Tensor, topk_weights: torch.Tensor) -> 
     raise NotImplementedError("weights without values")
 
 
-def check_tensors(weights: Weights, build: Callable[[Weights, Device], object]) -> None:
+def check_tensors(weights: CheckpointWeights, build: Callable[[Weights, Device], object]) -> None:
     """Raise `WeightsError` for the first tensor that is missing or has the wrong shape or dtype.
 
     `build` constructs a model from weights and a device. It is called with weights that have no

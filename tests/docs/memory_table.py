@@ -7,7 +7,6 @@ counted and not made, and its layers say what they keep of a sequence.
 import dataclasses
 import functools
 import math
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,8 +15,9 @@ from nanoactor.models.config import parse_config
 from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices.cuda.device import PORTABLE_TRAITS
 from nanoactor.models.devices.portable import PortableOperators
-from nanoactor.models.weights.checkpoint import RandomWeights, format_of
 from nanoactor.models.weights.linear import Dense
+from nanoactor.models.weights.random_weights import RandomWeights
+from nanoactor.models.weights.weights import format_of
 from nanoactor.runner.model.layer_states import block_bytes
 
 GIB = 1 << 30
@@ -76,7 +76,7 @@ class Counted(RandomWeights):
     """Weights that are counted and have no memory."""
 
     def __init__(self, packed: Any = None) -> None:
-        super().__init__(Path(), torch.bfloat16, torch.device("cpu"), packed=packed)
+        super().__init__(torch.bfloat16, torch.device("cpu"), packed)
         self.device = torch.device("meta")
         self.parameters = self.bytes = 0
 
@@ -89,7 +89,7 @@ class Counted(RandomWeights):
     def linear(self, projection: Any) -> Any:
         """Count a packed projection as its format stores it: a byte for each value, and a float32
         for each block."""
-        if self._format is None or not self._format.is_quantized(projection):
+        if self.format is None or not self.format.is_quantized(projection):
             return super().linear(projection)
         blocks = math.ceil(projection.inputs / 128)
         for part in projection.parts:

@@ -21,7 +21,8 @@ from nanoactor.models.errors import (
     UnsupportedModel,
     WeightsError,
 )
-from nanoactor.models.weights.checkpoint import Weights
+from nanoactor.models.weights.checkpoint import CheckpointWeights
+from nanoactor.models.weights.weights import Weights
 from nanoactor.requests.params import TokenCap
 from nanoactor.runner.config import MemoryNeeds, check_weights
 from nanoactor.runner.open import open_executor
@@ -265,13 +266,13 @@ def test_weights_that_cannot_fit_are_refused_with_the_arithmetic(
 )
 def test_packed_weights_count_as_the_device_uses_them(monkeypatch, tmp_path, kind, weights_format):
     make_checkpoint(tmp_path, **CONFIGURATIONS["fp8"])
-    found, min_bytes = [], Weights.min_bytes
+    found, min_bytes = [], CheckpointWeights.min_bytes
 
     def noted(self, *arguments, **options):
         found.append(min_bytes(self, *arguments, **options))
         return found[-1]
 
-    monkeypatch.setattr(Weights, "min_bytes", noted)
+    monkeypatch.setattr(CheckpointWeights, "min_bytes", noted)
     monkeypatch.setattr(devices, "open_device", lambda *_: kind())
     monkeypatch.setattr(CPUDevice, "memory", lambda _: Memory(1 << 34, 1 << 10))
     with pytest.raises(NotEnoughMemory, match=f"the weights in {weights_format} take at least"):

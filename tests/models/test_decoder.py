@@ -13,7 +13,8 @@ from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices import open_device
 from nanoactor.models.layers.rope import RotaryEmbedding
 from nanoactor.models.model_config import RopeConfig
-from nanoactor.models.weights.checkpoint import Weights, format_of
+from nanoactor.models.weights.checkpoint import CheckpointWeights
+from nanoactor.models.weights.weights import format_of
 from tests.models.batches import attention_batch
 from tests.models.checkpoints import ALONE, SMALL, make_checkpoint
 
@@ -52,7 +53,7 @@ class Driver:
         self.device = open_device("cpu")
         config = read_config(directory)
         packed, where = format_of(config.quantization), self.device.torch_device
-        with Weights(directory, dtype, where, packed=packed) as weights:
+        with CheckpointWeights(directory, dtype, where, packed=packed) as weights:
             self.model = Decoder(config, weights, self.device, config.max_positions)
         self.features = config.vision.feature_size if config.vision else 0
         self.block_size = block_size

@@ -23,8 +23,9 @@ from nanoactor.models.layers.experts import Experts, _read_fused, _read_separate
 from nanoactor.models.layers.kinds import ExpertsSpec
 from nanoactor.models.layers.mlp import MLP
 from nanoactor.models.parallel import Span
-from nanoactor.models.weights.checkpoint import Weights, format_of
+from nanoactor.models.weights.checkpoint import CheckpointWeights
 from nanoactor.models.weights.linear import Dense, ExpertWeights, Router
+from nanoactor.models.weights.weights import format_of
 from nanoactor.models.weights.whole_step import Mixture
 from tests.models.checkpoints import CONFIGURATIONS, SMALL, make_checkpoint
 from tests.models.interpreted import InterpretedDevice
@@ -134,7 +135,7 @@ def test_a_tokens_result_does_not_depend_on_the_others(kind):
 
 def layers_of(directory):
     device = open_device("cpu")
-    with Weights(directory, torch.float32, device.torch_device) as weights:
+    with CheckpointWeights(directory, torch.float32, device.torch_device) as weights:
         decoder = Decoder(read_config(directory), weights, device, 64)
     return [layer._feed_forward for layer in decoder._layers]
 
@@ -289,7 +290,7 @@ def test_each_rank_reads_its_part_of_fused_experts(tmp_path, transposed, ranks):
     spec, name = config.family_options.spec, "model.layers.1.mlp.experts"
 
     def read(function):
-        with Weights(tmp_path, torch.float32, torch.device("cpu")) as weights:
+        with CheckpointWeights(tmp_path, torch.float32, torch.device("cpu")) as weights:
             spans = [Span(40 * rank // ranks, 40 * (rank + 1) // ranks) for rank in range(ranks)]
             return [function(spec, weights, name, config.hidden_size, span) for span in spans]
 
@@ -311,7 +312,7 @@ def test_packed_experts_in_one_tensor_are_refused_by_name(tmp_path):
     config = read_config(tmp_path)
     refused = pytest.raises(UnsupportedModel, match=r"experts\.gate_up_proj: packed experts in one")
     with (
-        Weights(
+        CheckpointWeights(
             tmp_path, torch.float32, torch.device("cpu"), packed=format_of(config.quantization)
         ) as weights,
         refused,
@@ -324,7 +325,7 @@ def test_packed_experts_in_one_tensor_are_refused_by_name(tmp_path):
 def test_the_kernel_of_a_whole_step_gets_experts_and_their_router(tmp_path):
     make_checkpoint(tmp_path, **MOE)
     device = InterpretedDevice()
-    with Weights(tmp_path, torch.float32, device.torch_device) as weights:
+    with CheckpointWeights(tmp_path, torch.float32, device.torch_device) as weights:
         decoder = Decoder(read_config(tmp_path), weights, device, 64)
         given = decoder.weights().layers[0]
         sizes = (MOE[f"num_{name}"] for name in ("experts", "experts_per_tok"))
@@ -351,7 +352,7 @@ def test_a_shared_expert_is_not_described_to_the_kernel_of_a_whole_step(tmp_path
     """Its layers would otherwise be computed as if they had none."""
     make_checkpoint(tmp_path, **SHARED | dict(mlp_only_layers=[]))
     device = InterpretedDevice()
-    with Weights(tmp_path, torch.float32, device.torch_device) as weights:
+    with CheckpointWeights(tmp_path, torch.float32, device.torch_device) as weights:
         assert Decoder(read_config(tmp_path), weights, device, 64).weights() is None
 
 

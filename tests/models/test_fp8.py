@@ -19,9 +19,10 @@ from nanoactor.models.errors import ModelError, UnsupportedModel, WeightsError
 from nanoactor.models.model_config import Quantization
 from nanoactor.models.parallel import Span, shard_of
 from nanoactor.models.weights import linear as weight_formats
-from nanoactor.models.weights.checkpoint import Weights, format_of
+from nanoactor.models.weights.checkpoint import CheckpointWeights
 from nanoactor.models.weights.fp8 import E4M3, Fp8Blocks, Fp8Format
 from nanoactor.models.weights.linear import ExpertWeights, Part, Projection
+from nanoactor.models.weights.weights import format_of
 from tests.models import fp8_golden
 from tests.models.checkpoints import CONFIGURATIONS, make_checkpoint
 from tests.models.fp8_checkpoints import BLOCK, is_packed, pack, pack_checkpoint
@@ -39,7 +40,7 @@ def made(raw=QUANTIZED):
 
 def opened(directory):
     packed = format_of(read_config(directory).quantization)
-    return Weights(directory, torch.float32, CPU, packed=packed)
+    return CheckpointWeights(directory, torch.float32, CPU, packed=packed)
 
 
 def logits_of(directory, device=None):
@@ -139,7 +140,7 @@ def test_numbers_are_those_of_another_package():
     """compressed-tensors has packed and unpacked them, see `fp8_golden.py`."""
     rows, columns = fp8_golden.SHAPE
     packed = made(QUANTIZED | {"weight_block_size": fp8_golden.BLOCK})
-    with Weights(fp8_golden.FILE.parent, torch.float32, CPU, packed=packed) as weights:
+    with CheckpointWeights(fp8_golden.FILE.parent, torch.float32, CPU, packed=packed) as weights:
         found = weights.linear(Projection((Part(fp8_golden.NAME, rows),), columns))
         expected = weights.load("numbers", rows, columns)
     assert torch.equal(found.dequantize(), expected)

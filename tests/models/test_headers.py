@@ -12,9 +12,10 @@ from nanoactor.models.devices import open_device
 from nanoactor.models.errors import WeightsError
 from nanoactor.models.families.registry import family_of
 from nanoactor.models.vision.tower import VisionTower
-from nanoactor.models.weights.checkpoint import Weights, format_of
+from nanoactor.models.weights.checkpoint import CheckpointWeights
 from nanoactor.models.weights.files import INDEX, TensorFiles
 from nanoactor.models.weights.headers import Headers, check_tensors
+from nanoactor.models.weights.weights import format_of
 from nanoactor.runner.open import open_executor
 from tests.engine.harness import rank_config
 from tests.models.checkpoints import CONFIGURATIONS, make_checkpoint
@@ -118,8 +119,8 @@ def test_headers_are_asked_for_what_is_read_later(monkeypatch, tmp_path, configu
             VisionTower(config.vision, weights, device, prefix)
 
     asked = recorded(monkeypatch)
-    checked, read = loaded(monkeypatch, Headers), loaded(monkeypatch, Weights)
-    with Weights(
+    checked, read = loaded(monkeypatch, Headers), loaded(monkeypatch, CheckpointWeights)
+    with CheckpointWeights(
         tmp_path, torch.bfloat16, torch.device("cpu"), packed=format_of(config.quantization)
     ) as weights:
         check_tensors(weights, build)

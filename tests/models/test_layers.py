@@ -27,7 +27,7 @@ from nanoactor.models.layers.kinds import (
 from nanoactor.models.layers.rope import RotaryEmbedding
 from nanoactor.models.model_config import RopeConfig
 from nanoactor.models.parallel import shard_of
-from nanoactor.models.weights.checkpoint import Weights
+from nanoactor.models.weights.checkpoint import CheckpointWeights
 from nanoactor.models.weights.linear import Router
 from nanoactor.models.weights.whole_step import LayerWeights, Mixture
 from tests.models.checkpoints import CONFIGURATIONS, SMALL, make_checkpoint
@@ -117,7 +117,7 @@ def test_fused_projections_are_those_they_were_made_of(tmp_path, monkeypatch, de
     def matrices():
         found = []
         for rank in range(ranks):
-            with Weights(tmp_path, torch.float32, device.torch_device) as weights:
+            with CheckpointWeights(tmp_path, torch.float32, device.torch_device) as weights:
                 group = Ranks(rank, ranks)
                 decoder = Decoder(config, weights, Plain(device), 64, group)
             for layer in decoder._layers:
@@ -255,7 +255,7 @@ def plain(monkeypatch, tmp_path, change):
     make_checkpoint(tmp_path)
     register(monkeypatch, lambda config: tuple(map(change, dense_layers(config))))
     device = Plain(open_device("cpu"))
-    with Weights(tmp_path, torch.float32, torch.device("cpu")) as weights:
+    with CheckpointWeights(tmp_path, torch.float32, torch.device("cpu")) as weights:
         return Decoder(read_config(tmp_path), weights, device, 64).weights()
 
 

@@ -16,7 +16,7 @@ from nanoactor.models.errors import UnsupportedModel
 from nanoactor.models.parallel import Span, shard_of
 from nanoactor.models.sampling.sampler import sample
 from nanoactor.models.sampling.sharded import ShardedSampler, gather_logits
-from nanoactor.models.weights.checkpoint import Weights
+from nanoactor.models.weights.checkpoint import CheckpointWeights
 from nanoactor.placement.rendezvous import Rendezvous
 from tests.models.batches import sampling_batch
 from tests.models.checkpoints import make_checkpoint
@@ -110,9 +110,9 @@ def test_each_rank_reads_only_its_part_of_the_files(tmp_path, ranks):
     total = sum(t.numel() for t in _tensors(tmp_path).values())
     replicated = sum(t.numel() for name, t in _tensors(tmp_path).items() if "norm" in name)
     for rank in range(ranks):
-        weights = Weights(tmp_path, torch.float32, torch.device("cpu"))
+        weights = CheckpointWeights(tmp_path, torch.float32, torch.device("cpu"))
         with weights:
-            opened = weights._files
+            opened = weights.files
             files = opened._files = {name: Counted(f) for name, f in opened._files.items()}
             group = SimpleNamespace(rank=rank, size=ranks)
             Decoder(config, weights, open_device("cpu"), 64, group)
@@ -132,7 +132,7 @@ def _tensors(directory):
 def test_a_part_past_the_end_is_padded_with_zeros(tmp_path):
     make_checkpoint(tmp_path)
     name = "model.embed_tokens.weight"
-    with Weights(tmp_path, torch.float32, torch.device("cpu")) as weights:
+    with CheckpointWeights(tmp_path, torch.float32, torch.device("cpu")) as weights:
         whole = weights.load(name, 211, 64)
         part = weights.load(name, 211, 64, rows=Span(200, 220))
         beyond = weights.load(name, 211, 64, rows=Span(300, 303))

@@ -17,7 +17,7 @@ from nanoactor.models.vision.image_config import parse_image_config, read_image_
 from nanoactor.models.vision.mrope import VisualSpan, rope_positions
 from nanoactor.models.vision.patches import PatchMaker
 from nanoactor.models.vision.tower import Grid, VisionTower
-from nanoactor.models.weights.checkpoint import Weights
+from nanoactor.models.weights.checkpoint import CheckpointWeights
 from tests.models.checkpoints import TOWERS, VISION_IDS, make_checkpoint
 
 TOLERANCE = 2e-5
@@ -34,7 +34,7 @@ def made(request, tmp_path_factory):
 
 def open_tower(directory):
     config, device = read_config(directory).vision, open_device("cpu")
-    with Weights(directory, torch.float32, device.torch_device) as weights:
+    with CheckpointWeights(directory, torch.float32, device.torch_device) as weights:
         return VisionTower(config, weights, device, "model.visual")
 
 

@@ -9,7 +9,7 @@ from nanoactor.models.config import read_config
 from nanoactor.models.devices import open_device
 from nanoactor.models.vision.mrope import VisualSpan, rope_positions
 from nanoactor.models.vision.tower import Grid, VisionTower
-from nanoactor.models.weights.checkpoint import Weights
+from nanoactor.models.weights.checkpoint import CheckpointWeights
 from tests.models.checkpoints import TOWERS, VISION_IDS, make_checkpoint
 from tests.models.test_decoder import Driver, Sequence, assert_close, random_tokens, reference
 
@@ -53,7 +53,7 @@ class Eyes:
         )
         self.config = read_config(directory).vision
         device = open_device("cpu")
-        with Weights(directory, torch.float32, device.torch_device) as weights:
+        with CheckpointWeights(directory, torch.float32, device.torch_device) as weights:
             self.tower = VisionTower(self.config, weights, device, "model.visual")
 
     def sequence(self, items, seed=0):

@@ -15,7 +15,7 @@ from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices import open_device
 from nanoactor.models.errors import ModelError, UnsupportedModel, WeightsError
 from nanoactor.models.parallel import Span
-from nanoactor.models.weights.checkpoint import Weights
+from nanoactor.models.weights.checkpoint import CheckpointWeights
 from nanoactor.models.weights.files import INDEX
 from nanoactor.models.weights.linear import Part, Projection
 from tests.models.checkpoints import SMALL, make_checkpoint
@@ -47,7 +47,7 @@ def sharded(originals, tmp_path):
 
 
 def load(directory, dtype=torch.float32):
-    with Weights(directory, dtype, CPU) as weights:
+    with CheckpointWeights(directory, dtype, CPU) as weights:
         return Decoder(read_config(directory), weights, open_device("cpu"), 64)
 
 
@@ -73,7 +73,7 @@ def test_every_layout_gives_the_tensors_that_were_saved(originals, single, shard
     if layout == "sharded without index":
         (directory / INDEX).unlink()
     expected = originals[2].state_dict()
-    with Weights(directory, torch.float32, CPU) as weights:
+    with CheckpointWeights(directory, torch.float32, CPU) as weights:
         taken = {name: weights.load(name, *tensor.shape) for name, tensor in expected.items()}
         assert "model.layers.9.mlp.up_proj.weight" not in weights
         assert all(name in weights for name in expected)
@@ -86,7 +86,7 @@ def test_fused_weights_are_stacked_in_the_order_of_their_names(originals, sharde
     names = [f"model.layers.1.self_attn.{name}_proj" for name in "qkv"]
     parts = [originals[2].state_dict()[f"{name}.weight"] for name in names]
     wanted = tuple(Part(name, len(part)) for name, part in zip(names, parts, strict=True))
-    with Weights(sharded, torch.bfloat16, CPU) as weights:
+    with CheckpointWeights(sharded, torch.bfloat16, CPU) as weights:
         fused = weights.linear(Projection(wanted, 64)).dequantize()
     assert fused.dtype == torch.bfloat16
     assert torch.equal(fused, torch.cat(parts).bfloat16())
@@ -96,7 +96,7 @@ def test_rows_of_several_spans_come_in_their_order(originals, sharded):
     name = "model.layers.1.mlp.gate_proj"
     whole = originals[2].state_dict()[f"{name}.weight"]
     spans = (Span(90, 96), Span(0, 3), Span(40, 41))
-    with Weights(sharded, torch.float32, CPU) as weights:
+    with CheckpointWeights(sharded, torch.float32, CPU) as weights:
         found = weights.linear(Projection((Part(name, 96, spans),), 64)).dequantize()
     assert torch.equal(found, torch.cat([whole[span.start : span.stop] for span in spans]))
 
@@ -110,7 +110,7 @@ def test_tensors_are_stacked_as_they_are_read(originals, sharded, monkeypatch):
         Projection(tuple(Part(name, 96, (Span(8, 24),)) for name in both), 64) for both in names
     ]
     monkeypatch.setattr(torch, "stack", lambda *_: pytest.fail("all parts are there twice"))
-    with Weights(sharded, torch.float32, CPU) as weights:
+    with CheckpointWeights(sharded, torch.float32, CPU) as weights:
         found = weights.load_stacked(wanted)
     monkeypatch.undo()
     for part, expected in zip(found.dequantize(), whole, strict=True):
@@ -119,7 +119,7 @@ def test_tensors_are_stacked_as_they_are_read(originals, sharded, monkeypatch):
 
 def test_a_tensor_keeps_the_type_that_is_asked_for(originals, sharded):
     name = "model.norm.weight"
-    with Weights(sharded, torch.bfloat16, CPU) as weights:
+    with CheckpointWeights(sharded, torch.bfloat16, CPU) as weights:
         found = weights.load(name, 64, dtype=torch.float32)
         with pytest.raises(WeightsError, match="norm.weight has dtype F32.*allows only F8_E4M3"):
             weights.load(name, 64, stored=torch.float8_e4m3fn)
@@ -128,7 +128,7 @@ def test_a_tensor_keeps_the_type_that_is_asked_for(originals, sharded):
 
 def test_tied_checkpoints_need_no_head(tmp_path):
     make_checkpoint(tmp_path, tie_word_embeddings=True)
-    with Weights(tmp_path, torch.float32, CPU) as weights:
+    with CheckpointWeights(tmp_path, torch.float32, CPU) as weights:
         assert HEAD not in weights
     load(tmp_path)
 
@@ -182,7 +182,7 @@ def test_a_wrong_shape_is_named_with_both_shapes(single):
 
 
 def test_a_wrong_number_of_dimensions_is_a_wrong_shape(single):
-    with Weights(single, torch.float32, CPU) as weights:
+    with CheckpointWeights(single, torch.float32, CPU) as weights:
         for shape in [(64,), (96,), (96, 64, 1), (64, 96), ()]:
             with pytest.raises(WeightsError, match=GATE):
                 weights.load(GATE, *shape)
@@ -194,7 +194,7 @@ def test_an_index_that_lists_a_weight_its_file_lacks_is_named(sharded):
     edit(sharded / INDEX, weight_map={**mapping, GATE: wrong})
     fails(sharded, WeightsError, sharded / wrong, GATE)
     with (
-        Weights(sharded, torch.float32, CPU) as weights,
+        CheckpointWeights(sharded, torch.float32, CPU) as weights,
         pytest.raises(WeightsError, match=rf"{wrong}: {GATE}"),
     ):
         weights.min_bytes()
@@ -245,7 +245,7 @@ def test_weights_that_are_quantized_are_refused(single, dtype):
 def test_weights_that_are_not_finite_are_refused_unless_that_is_switched_off(single, name, value):
     resave(single, lambda tensors: tensors[name].flatten()[-1:].fill_(value))
     fails(single, WeightsError, name, "not finite", "check_weights")
-    with Weights(single, torch.float32, CPU, check=False) as weights:
+    with CheckpointWeights(single, torch.float32, CPU, check=False) as weights:
         Decoder(read_config(single), weights, open_device("cpu"), 64)
 
 
@@ -266,7 +266,7 @@ def test_a_tensor_in_two_files_is_an_error(single):
 
 
 def warnings_of(directory, caplog):
-    with Weights(directory, torch.float32, CPU) as weights:
+    with CheckpointWeights(directory, torch.float32, CPU) as weights:
         Decoder(read_config(directory), weights, open_device("cpu"), 64)
         weights.warn_about_unused()
     return [record.getMessage() for record in caplog.records]
@@ -492,7 +492,7 @@ def test_the_stored_type_may_be_given_in_either_style():
 
 def test_weights_of_a_module_that_is_left_out_are_not_called_unused(tmp_path, caplog):
     make_checkpoint(tmp_path, family="Qwen3VL")
-    with Weights(tmp_path, torch.float32, CPU) as weights:
+    with CheckpointWeights(tmp_path, torch.float32, CPU) as weights:
         Decoder(read_config(tmp_path), weights, open_device("cpu"), 64)
         weights.warn_about_unused(["model.visual."])
         assert not caplog.records
@@ -507,7 +507,7 @@ def test_a_tied_files_own_head_counts_as_in_transformers(single, caplog):
 
     def head():
         config = read_config(single)
-        with Weights(single, torch.float32, CPU) as weights:
+        with CheckpointWeights(single, torch.float32, CPU) as weights:
             network = Decoder(config, weights, open_device("cpu"), 64)
             return network._head_weight(weights), network._embedding.weight
 
@@ -538,7 +538,7 @@ def test_the_least_that_weights_take_is_known_before_they_are_read(tmp_path):
         tmp_path / "model.safetensors",
     )
     for dtype, each in ((torch.bfloat16, 2), (torch.float32, 4)):
-        with Weights(tmp_path, dtype, CPU) as weights:
+        with CheckpointWeights(tmp_path, dtype, CPU) as weights:
             assert weights.min_bytes(["spare"]) == each * (15 + 2) + 32
             assert weights.min_bytes() == each * (15 + 2 + 100) + 32
             assert weights.min_bytes(["spare"], unpacked=True) == each * (15 + 2 + 32)

@@ -20,8 +20,10 @@ from nanoactor.models.model_config import ModelConfig
 from nanoactor.models.options import FusedSampling
 from nanoactor.models.sampling.sharded import ShardedSampler, gather_logits
 from nanoactor.models.vision.tower import VisionTower
-from nanoactor.models.weights.checkpoint import RandomWeights, Weights, format_of
+from nanoactor.models.weights.checkpoint import CheckpointWeights
 from nanoactor.models.weights.headers import check_tensors
+from nanoactor.models.weights.random_weights import RandomWeights
+from nanoactor.models.weights.weights import Weights, format_of
 from nanoactor.runner.batch.batch import FALLBACK_AT_ONCE, BatchTraits
 from nanoactor.runner.config import MIN_LENGTH, MemoryNeeds, RankConfig, check_weights
 from nanoactor.runner.model.cache_sizing import CacheSizing
@@ -58,11 +60,11 @@ class LoadedModel:
         self.group = self._join_group()
         with torch.inference_mode(), self._open_weights() as weights:
             self._check_weights(weights)
-            if weights.has_files:
+            if isinstance(weights, CheckpointWeights):
                 check_tensors(weights, self._make_networks)
             self.network, tower = self._make_networks(weights, device)
             self.encoder = self._make_encoder(tower)
-            if config.rank == 0:
+            if isinstance(weights, CheckpointWeights) and config.rank == 0:
                 weights.warn_about_unused(self._ignorable_weights())
         self.cache_sizing = CacheSizing(
             config,
@@ -211,13 +213,11 @@ class LoadedModel:
 
     def _open_weights(self) -> Weights:
         engine, directory = self._config.engine, self._config.files.directory
-        kind = RandomWeights if engine.load_format == "dummy" else Weights
-        return kind(
-            directory,
-            self.dtype,
-            self.device.torch_device,
-            engine.check_weights,
-            packed=format_of(self.config.quantization),
+        packed, torch_device = format_of(self.config.quantization), self.device.torch_device
+        if engine.load_format == "dummy":
+            return RandomWeights(self.dtype, torch_device, packed)
+        return CheckpointWeights(
+            directory, self.dtype, torch_device, engine.check_weights, packed=packed
         )
 
     def _choose_dtype(self) -> torch.dtype:

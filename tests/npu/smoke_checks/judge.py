@@ -14,7 +14,7 @@ from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices.cpu.device import CPUDevice
 from nanoactor.models.devices.protocols import Device
 from nanoactor.models.seq_lens import HostSeqLens
-from nanoactor.models.weights.checkpoint import Weights
+from nanoactor.models.weights.checkpoint import CheckpointWeights
 from tests.npu.smoke_checks.frame import BLOCK, Failed, Rig
 
 MODEL: dict[str, Any] = dict(
@@ -48,7 +48,10 @@ class Model:
     def __init__(self, directory: Path, device: Device, dtype: torch.dtype) -> None:
         self._device, self._dtype = device, dtype
         self._config = read_config(directory)
-        with torch.inference_mode(), Weights(directory, dtype, device.torch_device) as weights:
+        with (
+            torch.inference_mode(),
+            CheckpointWeights(directory, dtype, device.torch_device) as weights,
+        ):
             positions = self._config.max_positions
             self._network = Decoder(self._config, weights, device, positions)
 

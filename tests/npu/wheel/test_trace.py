@@ -30,7 +30,7 @@ from nanoactor.models.sampling.rows import SamplingGroups
 from nanoactor.models.seq_lens import HostSeqLens
 from nanoactor.models.vision.config import parse_vision
 from nanoactor.models.vision.tower import Grid, VisionTower
-from nanoactor.models.weights.checkpoint import RandomWeights
+from nanoactor.models.weights.random_weights import RandomWeights
 from nanoactor.runner.batch.inputs import KeptRows, SampledRows
 from nanoactor.runner.steps.choosing import TokenChooser
 from nanoactor.runner.steps.step_choices import StepChoices
@@ -46,7 +46,7 @@ class NoWeights(RandomWeights):
     """Of the right shapes and nothing else."""
 
     def __init__(self, device):
-        self.dtype, self.device, self._format = HALF, device, None
+        super().__init__(HALF, device)
 
     def load(self, name, *shape, dtype=HALF, **part):
         return torch.empty(shape, dtype=dtype, device=self.device)
