@@ -18,6 +18,7 @@ from nanoactor.models.parallel import Span
 from nanoactor.models.weights.checkpoint import CheckpointWeights
 from nanoactor.models.weights.files import INDEX
 from nanoactor.models.weights.linear import Part, Projection
+from nanoactor.models.weights.read_ahead import ReadAhead
 from tests.models.checkpoints import SMALL, make_checkpoint
 
 CPU = torch.device("cpu")
@@ -542,3 +543,15 @@ def test_the_least_that_weights_take_is_known_before_they_are_read(tmp_path):
             assert weights.min_bytes(["spare"]) == each * (15 + 2) + 32
             assert weights.min_bytes() == each * (15 + 2 + 100) + 32
             assert weights.min_bytes(["spare"], unpacked=True) == each * (15 + 2 + 32)
+
+
+def test_parts_of_a_tensor_advance_the_read_ahead_once(monkeypatch, single):
+    """Otherwise it would be further ahead of the loader than its window."""
+    counts = []
+    monkeypatch.setattr(ReadAhead, "advance", lambda _, count: counts.append(count))
+    with CheckpointWeights(single, torch.float32, CPU) as weights:
+        shape = weights.shape_of(GATE)
+        whole = weights.load(GATE, *shape)
+        parts = [weights.load(GATE, *shape, rows=Span(n, n + 8)) for n in (0, 8)]
+    assert torch.equal(torch.cat(parts), whole[:16])
+    assert counts == [whole.numel() * 4]
