@@ -492,6 +492,8 @@ UNROUNDED = (("constexpr bool UNROUNDED = false", "constexpr bool UNROUNDED = tr
             [9, 20, 3, 5, 6, 7],
             {"small": EXPERTS, "mixture": Mixture(6, 2, 256, False), "layers": 1},
         ),
+        # Whole boxes of 16 units, with fewer rows than lines: two tiles at a time, and one.
+        ([10, 17, 24, 31, 38], {"hidden": 2048, "inter": 256, "layers": 1, "blocks": 5}),
         # Pieces of an even number of boxes.
         later([10 + 7 * i for i in range(8)], {"hidden": 256, "inter": 8192, "layers": 1}),
         # One expert.
