@@ -57,7 +57,9 @@ ROUNDING = [
     {"rounds": rounds, "rounded_block": block, "swizzled": swizzled}
     for rounds, block, swizzled in ((False, 1, False), (True, 128, False), (True, 128, True))
 ]
-LOADS_WEIGHTS_EARLY = {"_rms_norm", "_norm_rotate_store", "_compute_logit_parts"}
+LOADS_WEIGHTS_EARLY = {
+    "_rms_norm", "_norm_rotate_store", "_compute_logit_parts", "_split_weights",
+}  # fmt: skip
 """Kernels that load weights before they wait for the previous kernel."""
 ROUNDED = {"rounded": "*fp8e4nv", "rounded_scales": "*fp32"}
 
@@ -213,11 +215,19 @@ def build_experts(kind):
         made = build(routing._compute_logit_parts, "bf16", weigh, types, num_warps=warps)
         assert "mma" in made.asm["ptx"]
     choose = {"top_k": 8, "renormalize": True, "padded": 128, "padded_k": 8, "dtype": tl.bfloat16}
-    for splits in (1, 32):
-        parts = {**choose, "splits": splits, "padded_splits": splits}
+    for splits, padded, interleaved in ((1, 1, False), (32, 32, False), (3, 4, True)):
+        parts = {**choose, "splits": splits, "padded_splits": padded}
+        parts["are_interleaved"] = interleaved
         build(routing._select_experts, kind, parts, PAIRS | {"logits": "*fp32"}, num_warps=1)
-    align = {"experts": 128, "padded": 128, "size": 16, "chunk": 256}
-    build(routing._align_blocks, kind, align, PAIRS | {"blocks": "i32"})
+    counts = {"counts": "*i32", "places": "*i32", "source": "*i32", "blocks": "i32"}
+    shape = {"experts": 128, "padded": 256, "chunk": 4096}
+    align = {**shape, "size": 128, "at_once": 8}
+    build(routing._align_blocks, kind, align, PAIRS | counts)
+    build(routing._align_blocks, kind, {**align, "places": None}, PAIRS | counts)
+    build(routing._count_pairs, kind, shape, PAIRS | counts)
+    build(routing._place_pairs, kind, {"chunk": 4096}, PAIRS | counts)
+    split = {"weight": "*fp32", "split": "*bf16"}
+    build(routing._split_weights, kind, {"count": 1000, "parts": 3, "block": 1024}, split)
 
 
 def build_fp8(kind):

@@ -164,8 +164,9 @@ def test_ties_go_to_the_lower_expert(device, tmp_path):
         (34, 6, 2, 40),
         (33, 128, 8, 200),
         (70, 16, 3, 384),
-        pytest.param(300, 128, 8, 2048, marks=pytest.mark.gpu),
-        pytest.param(2048, 256, 8, 2048, marks=pytest.mark.gpu),
+        pytest.param(192, 128, 8, 2048, marks=pytest.mark.gpu),
+        (200, 6, 2, 64),
+        pytest.param(193, 256, 8, 2048, marks=pytest.mark.gpu),
         pytest.param(2049, 60, 4, 2048, marks=pytest.mark.gpu),
     ],
 )
@@ -174,7 +175,7 @@ def test_routing_of_16_bit_tokens_uses_all_bits_of_the_weights(
 ):
     """Two experts whose weights would be equal in bfloat16 are told apart; of equal ones, the lower
     comes first."""
-    if device.traits.name == "interpreted" and tokens > 100:
+    if device.traits.name == "interpreted" and hidden > 1000:
         pytest.skip("too slow")
     x = make(1, torch.bfloat16, tokens, hidden)
     weight = make(2, torch.float32, experts, hidden, scale=hidden**-0.5)
@@ -197,14 +198,43 @@ def test_routing_of_16_bit_tokens_uses_all_bits_of_the_weights(
         assert row.index(1) + 1 == row.index(3)
 
 
-def test_every_bit_of_a_routers_weights_counts(device):
+@pytest.mark.parametrize("by_cublas", [False, True])
+def test_every_bit_of_a_routers_weights_counts(device, monkeypatch, by_cublas):
     if device.traits.name not in ("cuda", "interpreted"):
         pytest.skip("PyTorch multiplies in float32")
+    monkeypatch.setattr(routing, "_MAX_SPLIT_TOKENS", 0 if by_cublas else 40)
+    monkeypatch.setattr(routing, "_LOGITS_CONFIGS", ())
     weight = make(2, torch.float32, 16, 96)
     tokens = torch.eye(96)[:40].bfloat16()  # each has one input
     logits = routing._router_logits(*(x.to(device.torch_device) for x in (tokens, weight)))
     assert len(logits) > 1, "in parts, on tensor cores"
     torch.testing.assert_close(logits.sum(0).cpu(), weight.T[:40], rtol=2**-22, atol=0)
+
+
+@pytest.mark.parametrize("chunks", [(16, 32), (2, 4)])
+@pytest.mark.parametrize(("tokens", "top_k", "experts", "size"), [(7, 3, 5, 2), (1, 4, 8, 4)])
+def test_pairs_are_grouped_into_blocks_of_one_expert(
+    device, monkeypatch, chunks, tokens, top_k, experts, size
+):
+    """In the order of tokens, whether one program counts an expert's pairs, or several do."""
+    if device.traits.name not in ("cuda", "interpreted"):
+        pytest.skip("a kernel in Triton")
+    monkeypatch.setattr(routing, "_PAIR_CHUNKS", chunks)
+    monkeypatch.setattr(routing, "_SHARED_CHUNK", 8)
+    likely = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(1))
+    likely[:, 1] = 0
+    ids = likely.argsort(-1, descending=True)[:, :top_k].int()
+    found = routing.align_blocks(ids.to(device.torch_device), experts, size)
+    pairs, owners = [], []
+    for expert in range(experts):
+        own = (ids.flatten() == expert).nonzero().flatten().tolist()
+        own += [ids.numel()] * (-len(own) % size)
+        pairs += own
+        owners += [expert] * (len(own) // size)
+    assert int(found.num_used) == len(owners)
+    assert found.pair_ids[: len(pairs)].tolist() == pairs
+    owners += [-1] * (len(found.expert_ids) - len(owners))
+    assert found.expert_ids.tolist() == owners
 
 
 def test_shares_need_not_add_up(tmp_path):

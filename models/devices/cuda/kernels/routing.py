@@ -22,15 +22,21 @@ _LOGITS_CONFIGS = ((4, (1, 2048, 8)), (32, (4, 2048, 8)), (128, (8, 512, 4)))
 """Pairs of a maximum number of tokens and a configuration: the number of tokens per program, which
 share each read of the router's weights, the number of inputs that are read at a time, and the
 number of warps. With more tokens, cuBLAS computes the router logits. Measured on an H200."""
-_MIN_SPLIT_TOKENS, _MAX_SPLIT_TOKENS = 33, 2048
-"""Minimum and maximum number of 16-bit tokens for which tensor cores are faster."""
+_MIN_SPLIT_TOKENS, _MAX_SPLIT_TOKENS, _MAX_FLOAT16_SPLIT_TOKENS = 33, 192, 2048
+"""Minimum and maximum numbers of 16-bit tokens for which our kernel on tensor cores is faster than
+that in float32, and than cuBLAS: on tensor cores for bfloat16, in float32 for float16."""
 _SPLIT_TOKENS, _SPLIT_INPUTS = 32, 64
 """Number of tokens per program, and number of inputs that are read at a time, on tensor cores."""
 _MAX_PARTS, _MAX_SPLIT_EXPERTS = 4096, 256
 """Maximum number of parts of a token's logits, and of experts, on tensor cores."""
-_PAIR_CHUNKS = (256, 512, 1024, 2048, 4096)
-"""Numbers of pairs that can be read at a time. The smallest one that covers all pairs is used, or
-the largest one if none does."""
+_SPLIT_PARTS = 3
+"""Number of bfloat16 numbers whose sum is a float32 number."""
+_PAIR_CHUNKS = (256, 512, 1024, 2048)
+"""Numbers of pairs that a program can read at a time. If none of them suffices, several programs
+read `_SHARED_CHUNK` pairs each."""
+_SHARED_CHUNK = 4096
+_CHUNKS_AT_ONCE = 8
+"""Number of chunks of pairs whose counts are read at a time."""
 _TRITON_DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 
 
@@ -49,6 +55,7 @@ def route(x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
         topk_weights,
         tokens,
         experts,
+        are_interleaved=not logits.is_contiguous(),
         splits=len(logits),
         padded_splits=triton.next_power_of_2(len(logits)),
         top_k=top_k,
@@ -64,12 +71,14 @@ def route(x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Return parts of the router logits, float32 (splits, tokens, experts). The logits are their
-    sums over splits."""
+    sums over splits. The memory layout may be (tokens, splits, experts)."""
     (tokens, hidden), experts = x.shape, len(weight)
     config = next((config for most, config in _LOGITS_CONFIGS if tokens <= most), None)
+    is_float16 = x.dtype == torch.float16
+    max_split_tokens = _MAX_FLOAT16_SPLIT_TOKENS if is_float16 else _MAX_SPLIT_TOKENS
     if (
         x.dtype != torch.float32
-        and _MIN_SPLIT_TOKENS <= tokens <= _MAX_SPLIT_TOKENS
+        and _MIN_SPLIT_TOKENS <= tokens <= max_split_tokens
         and experts <= _MAX_SPLIT_EXPERTS
     ):
         padded = max(16, triton.next_power_of_2(experts))
@@ -106,9 +115,46 @@ def _router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             num_warps=warps,
             **dependent_launch(),
         )
+    elif x.dtype == torch.bfloat16:
+        logits = _multiply_parts(x, weight)
     else:
         logits = torch.mm(x.float(), weight.t())[None]
     return logits
+
+
+def _multiply_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Return the products of bfloat16 tokens with the parts of float32 weights, float32 (parts,
+    tokens, experts). As in `_compute_logit_parts`, only their sums are rounded."""
+    experts, hidden = weight.shape
+    parts = torch.empty(_SPLIT_PARTS * experts, hidden, dtype=x.dtype, device=x.device)
+    block = 1024
+    _split_weights[(triton.cdiv(weight.numel(), block),)](
+        weight, parts, count=weight.numel(), parts=_SPLIT_PARTS, block=block, **dependent_launch()
+    )
+    if x.is_cuda:
+        logits = torch.mm(x, parts.t(), out_dtype=torch.float32)
+    else:  # in the interpreter
+        logits = torch.mm(x.float(), parts.t().float())
+    return logits.view(-1, _SPLIT_PARTS, experts).transpose(0, 1)
+
+
+@triton.jit
+def _split_weights(
+    weight,
+    split,
+    count: tl.constexpr,
+    parts: tl.constexpr,
+    block: tl.constexpr,
+    overlaps: tl.constexpr,
+):
+    """Write float32 weights as sums of `parts` bfloat16 numbers."""
+    i = tl.program_id(0) * block + tl.arange(0, block)
+    rest = tl.load(weight + i, mask=i < count, other=0.0)
+    await_previous(overlaps)
+    for n in tl.static_range(parts):
+        part = rest.to(tl.bfloat16)
+        tl.store(split + n * count + i, part, mask=i < count)
+        rest -= part.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -195,6 +241,7 @@ def _select_experts(
     topk_weights,
     tokens,
     experts,
+    are_interleaved: tl.constexpr,
     splits: tl.constexpr,
     padded_splits: tl.constexpr,
     top_k: tl.constexpr,
@@ -211,7 +258,8 @@ def _select_experts(
     expert = tl.arange(0, padded)
     mask = expert < experts
     split = tl.arange(0, padded_splits)
-    offsets = (split * tokens + token)[:, None] * experts + expert[None, :]
+    row = token.to(tl.int64) * splits + split if are_interleaved else split * tokens + token
+    offsets = row[:, None] * experts + expert[None, :]
     parts_mask = (split < splits)[:, None] & mask[None, :]
     router_logits = tl.sum(tl.load(logits + offsets, mask=parts_mask, other=0.0), 0)
     router_logits = tl.where(mask, router_logits, float("-inf"))
@@ -257,59 +305,124 @@ def align_blocks(ids: torch.Tensor, experts: int, size: int) -> Blocks:
     blocks = min(pairs, experts + pairs // size)
     pair_ids = torch.empty(blocks * size, dtype=torch.int32, device=ids.device)
     expert_ids = torch.empty(blocks + 1, dtype=torch.int32, device=ids.device)
+    padded = triton.next_power_of_2(experts + 1)
+    chunk = next((chunk for chunk in _PAIR_CHUNKS if pairs <= chunk), None)
+    is_shared, chunk = chunk is None, chunk or _SHARED_CHUNK
+    chunks = triton.cdiv(pairs, chunk)
+    places = None
+    if is_shared:
+        counts = torch.empty(chunks, padded, dtype=torch.int32, device=ids.device)
+        places = torch.empty(experts, chunks, dtype=torch.int32, device=ids.device)
+        _count_pairs[(chunks,)](
+            ids, counts, pairs, experts=experts, padded=padded, chunk=chunk, **dependent_launch()
+        )
+    else:
+        counts = ids
     _align_blocks[(experts,)](
-        ids,
+        counts,
         pair_ids,
         expert_ids,
+        places,
         pairs,
         blocks,
+        chunks,
         experts=experts,
-        padded=triton.next_power_of_2(experts + 1),
+        padded=padded,
         size=size,
-        chunk=next((chunk for chunk in _PAIR_CHUNKS if pairs <= chunk), _PAIR_CHUNKS[-1]),
+        chunk=chunk,
+        at_once=_CHUNKS_AT_ONCE,
         num_warps=8,
         **dependent_launch(),
     )
+    if is_shared:
+        _place_pairs[(experts, chunks)](
+            ids, places, pair_ids, pairs, chunks, chunk=chunk, **dependent_launch()
+        )
     return Blocks(pair_ids, expert_ids[:-1], expert_ids[-1:])
 
 
-@triton.jit(do_not_specialize=["pairs", "blocks"])
-def _align_blocks(
+@triton.jit(do_not_specialize=["pairs"])
+def _count_pairs(
     ids,
+    counts,
+    pairs,
+    experts: tl.constexpr,
+    padded: tl.constexpr,
+    chunk: tl.constexpr,
+    overlaps: tl.constexpr,
+):
+    """Count each expert's pairs in a chunk of them, and write the counts, int32 (chunks,
+    padded)."""
+    await_previous(overlaps)
+    pair = tl.program_id(0) * chunk + tl.arange(0, chunk)
+    pair_experts = tl.load(ids + pair, mask=pair < pairs, other=experts)
+    offsets = tl.program_id(0) * padded + tl.arange(0, padded)
+    tl.store(counts + offsets, tl.histogram(pair_experts, padded))
+
+
+@triton.jit(do_not_specialize=["pairs", "chunks"])
+def _place_pairs(ids, places, pair_ids, pairs, chunks, chunk: tl.constexpr, overlaps: tl.constexpr):
+    """Write an expert's pairs in a chunk to its blocks, from the place in `places`, int32 (experts,
+    chunks), on."""
+    await_previous(overlaps)
+    own_expert, own_chunk = tl.program_id(0), tl.program_id(1)
+    pair = own_chunk * chunk + tl.arange(0, chunk)
+    is_own = (tl.load(ids + pair, mask=pair < pairs, other=-1) == own_expert).to(tl.int32)
+    place = tl.load(places + own_expert * chunks + own_chunk) + tl.cumsum(is_own, 0) - 1
+    tl.store(pair_ids + place, pair, mask=is_own > 0)
+
+
+@triton.jit(do_not_specialize=["pairs", "blocks", "chunks"])
+def _align_blocks(
+    source,
     pair_ids,
     expert_ids,
+    places,
     pairs,
     blocks,
+    chunks,
     experts: tl.constexpr,
     padded: tl.constexpr,
     size: tl.constexpr,
     chunk: tl.constexpr,
+    at_once: tl.constexpr,
     overlaps: tl.constexpr,
 ):
     """Write the pairs of one expert, in order, to its own blocks, and fill the rest of the last
     block with `pairs`.
+
+    If `places` is None, `source` contains the ids of the experts of up to `chunk` pairs. Otherwise,
+    it contains counts, int32 (chunks, padded), and only the place of the expert's first pair of
+    each chunk is written, to `places`, int32 (experts, chunks).
 
     The expert of unused blocks is -1. The number of used blocks is stored after the experts.
     """
     await_previous(overlaps)
     own_expert = tl.program_id(0)
     expert = tl.arange(0, padded)
-    counts = tl.zeros([padded], tl.int32)
-    for begin in range(0, pairs, chunk):
-        pair = begin + tl.arange(0, chunk)
-        counts += tl.histogram(tl.load(ids + pair, mask=pair < pairs, other=experts), padded)
+    if places is None:
+        pair = tl.arange(0, chunk)
+        pair_experts = tl.load(source + pair, mask=pair < pairs, other=experts)
+        counts = tl.histogram(pair_experts, padded)
+    else:
+        counts = tl.zeros([padded], tl.int32)
+        for begin in range(0, chunks, at_once):
+            one = begin + tl.arange(0, at_once)
+            offsets = one[:, None] * padded + expert[None, :]
+            counts += tl.sum(tl.load(source + offsets, mask=(one < chunks)[:, None], other=0), 0)
     block_counts = (counts + size - 1) // size
     first_block = tl.sum(tl.where(expert < own_expert, block_counts, 0), 0)
     own_blocks = tl.sum(tl.where(expert == own_expert, block_counts, 0), 0)
     own_pairs = tl.sum(tl.where(expert == own_expert, counts, 0), 0)
-    before = 0
-    for begin in range(0, pairs, chunk):
-        pair = begin + tl.arange(0, chunk)
-        pair_expert = tl.load(ids + pair, mask=pair < pairs, other=-1)
-        is_own = (pair_expert == own_expert).to(tl.int32)
-        row = first_block * size + before + tl.cumsum(is_own, 0) - 1
-        tl.store(pair_ids + row, pair, mask=is_own > 0)
-        before += tl.sum(is_own, 0)
+    if places is None:
+        is_own = (pair_experts == own_expert).to(tl.int32)
+        place = first_block * size + tl.cumsum(is_own, 0) - 1
+        tl.store(pair_ids + place, pair, mask=is_own > 0)
+    else:
+        place = first_block * size
+        for one in range(chunks):
+            tl.store(places + own_expert * chunks + one, place)
+            place += tl.load(source + one * padded + own_expert)
     rest = own_pairs + tl.arange(0, size)
     tl.store(
         pair_ids + first_block * size + rest,
