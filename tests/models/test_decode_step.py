@@ -19,6 +19,7 @@ from bench.decode_step_reference import (
 from nanoactor.models.decoder import Decoder
 from nanoactor.models.devices.cpu.device import CPUDevice
 from nanoactor.models.devices.cuda.kernels import nvrtc
+from nanoactor.models.devices.cuda.kernels.decode_step import table
 from nanoactor.models.devices.cuda.kernels.decode_step.compile import load_or_compile
 from nanoactor.models.devices.cuda.kernels.decode_step.sources import KERNEL, source_of
 from nanoactor.models.devices.cuda.kernels.decode_step.steps import (
@@ -106,6 +107,26 @@ def test_every_real_size_has_a_kernel(model, rows):
         return
     assert shape_unsupported_reason(shape) is None
     assert layout_of(shape).total <= SHARED_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("model", "phase", "rows"),
+    [
+        ("8b", "DOWN", (2, 3, 4)),
+        ("8b-fp8", "DOWN", (1, 2, 3, 4)),
+        ("0.6b", "DOWN", ()),
+        ("30b-a3b", "OUTPUT", ()),
+        ("30b-a3b-fp8", "OUTPUT", (1,)),
+    ],
+)
+def test_few_rows_of_some_models_read_inputs_in_pieces(model, phase, rows):
+    found = []
+    for count in range(1, 5):
+        shape = real(model, count)
+        (one,) = (one for one in shape.phases if one.name == phase)
+        if product_of(shape, one).pieces > 1:
+            found.append(count)
+    assert tuple(found) == rows
 
 
 @pytest.mark.parametrize("blocks", [132, 114, 78, 60, 46, 26, 16])
@@ -537,6 +558,29 @@ def test_packed_matrices_are_multiplied_as_the_format_says(contexts, changes):
         assert error(found, new) < 4e-3 < error(found, plain)
     lost = error(step.scratch.hidden, exact.hidden)
     assert lost < 1.25 * error(wanted.hidden, exact.hidden)
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("contexts", "phase", "changes"),
+    [
+        ([37], "DOWN", {"inter": 4608, "packed": True}),
+        later([37, 5], "DOWN", {"inter": 4608, "packed": True, "poison": True}),
+        ([37, 5], "DOWN", {"inter": 4608}),
+        later([37, 5, 80, 9], "DOWN", {"inter": 4608, "poison": True}),
+        ([37], "OUTPUT", {"small": EXPERTS, "packed": True, "heads": 36, "kv_heads": 6, "seed": 1}),
+    ],
+)
+def test_few_rows_read_wide_inputs_in_pieces(monkeypatch, contexts, phase, changes):
+    monkeypatch.setattr(table, "_WIDE_HIDDEN", 256)
+    shape, weights, inputs, caches = case(contexts, blocks=6, **changes)
+    (found,) = (found for found in shape.phases if found.name == phase)
+    assert product_of(shape, found).pieces > 1
+    exact = expected_of(shape, weights, caches, inputs, rounds=False)
+    step = Emulated(shape, weights, caches, inputs, UNROUNDED if shape.packed else ())
+    assert step(seed=1)
+    assert error(step.scratch.hidden, exact.hidden) < 1e-2
+    assert error(step.scratch.logits, exact.logits) < 1e-2
 
 
 @needs_compiler
