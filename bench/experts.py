@@ -4,17 +4,18 @@
                             [--inner 768] [--rounds 20] [--out FILE]
 
 For rows of 1 to 4,096 tokens, experts of 8 to 128 and choices of 2 to 8: the time of a layer's
-experts, routing aside, in a graph of several layers whose weights are larger than any cache. Tokens
-choose experts uniformly, all different; `distinct` experts are counted, and their bytes over the
-time are a share of what a sum of 4 GB reads (`bandwidth`). With many rows the products
-are a share of those of one dense product of as many rows (`rate`). Routing alone (`route_us`) is a
-product in float32 and a choice.
+experts, routing aside, in a graph of several layers whose weights are larger than any cache, and
+the time of the Triton kernels alone (`triton_ms`). Tokens choose experts uniformly, all different;
+`distinct` experts are counted, and their bytes over the time are a share of what a sum of 4 GB
+reads (`bandwidth`). With many rows the products are a share of those of one dense product of as
+many rows in bfloat16 (`rate`). Routing alone (`route_us`) is a product and a choice.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import json
 import statistics
 import sys
@@ -26,6 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from nanoactor.models.devices.cuda.device import CUDADevice
+from nanoactor.models.devices.cuda.kernels.experts import TritonExperts
 from nanoactor.models.weights.fp8 import E4M3, Fp8Blocks
 from nanoactor.models.weights.linear import Dense, ExpertWeights, LinearWeights, Router
 
@@ -89,18 +91,22 @@ def measure(args: argparse.Namespace, rows: int, experts: int, chosen: int, copy
         for _ in range(LAYERS)
     ]
     operators = [device.experts(layer) for layer in layers]
+    in_triton = [TritonExperts(layer, True) for layer in layers]
     x = torch.randn(rows, args.hidden, **options)
     drawn = torch.rand(LAYERS, rows, experts, device="cuda", generator=generator)
     ids = drawn.argsort(-1)[..., :chosen].int().contiguous()
     shares = torch.full((rows, chosen), 1 / chosen, device="cuda")
     distinct = statistics.mean(len(one.unique()) for one in ids)
 
-    def step() -> None:
+    def step(operators: list) -> None:
         for operator, chosen_ids in zip(operators, ids, strict=True):
             operator(x, chosen_ids, shares)
 
     router = Router(torch.randn(experts, args.hidden, device="cuda"), chosen, True)
-    spent = milliseconds(step, args.rounds) / LAYERS
+    spent, triton = (
+        milliseconds(functools.partial(step, of), args.rounds) / LAYERS
+        for of in (operators, in_triton)
+    )
     routed = milliseconds(lambda: device.route(x, router), args.rounds)
     read = distinct * 3 * args.inner * args.hidden * (2 if args.format == "bf16" else 1)
     operations = 2 * rows * chosen * 3 * args.inner * args.hidden
@@ -111,6 +117,7 @@ def measure(args: argparse.Namespace, rows: int, experts: int, chosen: int, copy
         "chosen": chosen,
         "distinct": distinct,
         "ms": round(spent, 4),
+        "triton_ms": round(triton, 4),
         "bandwidth": round(read / spent * 1e3 / copy, 3),
         "rate": round(operations / spent * 1e3 / dense, 3),
         "route_us": round(routed * 1e3, 1),

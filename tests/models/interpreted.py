@@ -13,7 +13,7 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from nanoactor.models.devices.cuda.device import PORTABLE_TRAITS, CUDADevice, with_kernels
-from nanoactor.models.devices.cuda.kernels.fp8_products.launch import ProductKernels
+from nanoactor.models.devices.cuda.kernels.fp8_products import launch as fp8_products
 from nanoactor.models.devices.cuda.kernels.prefill import PrefillAttention
 from nanoactor.models.devices.portable import HostEvent
 from nanoactor.models.seq_lens import NO_SEQ_LENS
@@ -107,7 +107,8 @@ class InterpretedDevice(HostMachine, CUDADevice):
         )
         self.prefill_attention = PrefillAttention((8, 0), 0)
         self._multiplies_fp8 = True
-        self._fp8_products = ProductKernels((8, 9))
+        self._fp8_products = fp8_products.optional_kernels((8, 9))
+        self._expert_kernels = None
 
     def supports(self, dtype):
         return dtype == torch.float32

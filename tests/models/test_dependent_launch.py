@@ -131,18 +131,27 @@ def run():
 
 
 def test_the_rounding_of_activations_waits_before_the_product_may_start():
-    """The product reads which experts have blocks, from a kernel two before it, while it waits."""
+    """So when a kernel has ended, all earlier ones have."""
     source = (FOLDER / "fp8_products/product.cu").read_text()
     body = source[source.index("DEVICE void round_all") :]
-    assert body.index("await_previous();") < body.index("allow_next();") < body.index("a.used")
+    assert body.index("await_previous();") < body.index("allow_next();")
 
 
 def test_a_product_waits_before_the_next_one_may_start():
-    """The second product of experts reads what the first one's predecessor has waited for."""
+    """The second product of experts reads what the first one's predecessor has written."""
     source = (FOLDER / "fp8_products/product.cu").read_text()
-    body = source[source.index("DEVICE void run(Ring") : source.index("// -- sums --")]
-    assert body.count("allow_next();") == source.count("allow_next();") - 1 == 2
+    body = source[source.index("DEVICE void run(ScaledRing") : source.index("// -- sums --")]
+    assert body.count("allow_next();") == source.count("allow_next();") - 2 == 2
     assert body.index("\n    await_previous();\n") < body.index("allow_next();")
+
+
+@pytest.mark.parametrize("package", ["fp8_products", "expert_products"])
+def test_the_first_product_of_experts_waits_before_it_reads_who_owns_its_tiles(package):
+    """All of its threads do; the previous kernel writes it."""
+    source = (FOLDER / package / "product.cu").read_text()
+    body = source[source.index("DEVICE void run(const Args& a)") :]
+    waits = body.index("await_previous();\n    allow_next();")
+    assert waits < body.index("sync_block();") < body.index(".run(ring)") < body.index("consume<")
 
 
 def test_blocks_wait_for_each_other_only_in_cooperative_launches_and_clusters():

@@ -9,27 +9,26 @@ import torch
 
 from nanoactor.models.devices import open_device
 from nanoactor.models.devices.cuda.kernels import nvrtc
-from nanoactor.models.devices.cuda.kernels.experts import TritonExperts
+from nanoactor.models.devices.cuda.kernels.experts import HopperKernels, TritonExperts
 from nanoactor.models.devices.cuda.kernels.fp8 import TritonFp8Linear, pack
 from nanoactor.models.devices.cuda.kernels.fp8_products import experts as grouped_experts
 from nanoactor.models.devices.cuda.kernels.fp8_products import launch, linear, mlp
 from nanoactor.models.devices.cuda.kernels.fp8_products.linear import HopperFp8Linear
 from nanoactor.models.devices.cuda.kernels.fp8_products.mlp import HopperMLP, mlp_of
 from nanoactor.models.devices.cuda.kernels.fp8_products.variants import (
-    SHARED_LIMIT,
     TRITON_MAX_MLP_ROWS,
     TRITON_MAX_ROWS,
     VARIANTS,
     Division,
-    Variant,
     choose_division,
     choose_swiglu_variant,
     choose_variants,
     source,
 )
+from nanoactor.models.devices.cuda.kernels.tiles import SHARED_LIMIT, Variant
 from nanoactor.models.weights.linear import ExpertWeights
 from tests.models.decode_step.hazards import early_reads_in
-from tests.models.fp8_products_emulated import EmulatedKernels, Hang, map_of
+from tests.models.products_emulated import EmulatedKernels, Hang, mapped
 from tests.models.test_fp8 import assert_near, moved, packed_matrix, rounded
 
 pytestmark = pytest.mark.drawn(2)
@@ -49,10 +48,6 @@ def no_fallback_is_logged():
 
 @pytest.fixture
 def emulated(monkeypatch):
-    def mapped(kind, address, sizes, strides, box):
-        assert (kind, sizes[0], box) == ("UINT8", strides[0], (128, 128))
-        return map_of(address, sizes[1], sizes[0] // 128)
-
     monkeypatch.setattr(launch, "tensor_map", mapped)
     return EmulatedKernels
 
@@ -123,7 +118,8 @@ def ran_experts(kernels, tokens, experts, chosen, hidden, inner, where="cpu"):
     likely[:, 1] = 0
     ids = likely.argsort(-1, descending=True)[:, :chosen].int()
     shares = likely.softmax(-1)[:, :chosen].contiguous()
-    operator = TritonExperts(ExpertWeights(moved(pair, where), moved(down, where)), True, kernels)
+    weights = ExpertWeights(moved(pair, where), moved(down, where))
+    operator = TritonExperts(weights, True, HopperKernels(kernels, None))
     operator._max_pairs = 0
     found = operator(x.to(where), ids.to(where), shares.to(where)).cpu()
     both, back = (
@@ -149,8 +145,9 @@ def are_near(found, sums, plain):
     [(60, 4, 2, 144, 256, 64), (150, 4, 3, 256, 128, 128)],
 )
 def test_experts(emulated, monkeypatch, tokens, experts, chosen, hidden, inner, rows):
-    wanted = Variant("SWIGLU", rows, 2), Variant("WEIGHTED", rows, 2)
+    wanted = Variant("GATHERED", rows, 2), Variant("WEIGHTED", rows, 2)
     monkeypatch.setattr(grouped_experts, "choose_variants", lambda *_: wanted)
+    monkeypatch.setattr(grouped_experts, "BAND", 2)
     kernels = emulated(2)
     assert are_near(*ran_experts(kernels, tokens, experts, chosen, hidden, inner))
     assert tuple(kernels.ran) == wanted
@@ -278,6 +275,23 @@ def test_operators_take_the_rows_of_earlier_kernels(emulated, monkeypatch, kind)
     assert len(calls) == 1 + 2 * (kind == "separate")
 
 
+@pytest.mark.parametrize("edit", [(), ("first_row()] >= a.count", "first_row()] < a.count")])
+def test_groups_without_pairs_are_skipped(emulated, monkeypatch, edit):
+    """And only these. Each expert has one to three groups of 64 pairs."""
+    wanted = Variant("GATHERED", 128, 2), Variant("WEIGHTED", 128, 2)
+    monkeypatch.setattr(grouped_experts, "choose_variants", lambda *_: wanted)
+    whole = torch.Tensor.new_empty
+
+    def empty(tensor, *shape, **options):
+        return whole(tensor, *shape, **options).fill_(
+            torch.nan if tensor.is_floating_point() else 0
+        )
+
+    monkeypatch.setattr(torch.Tensor, "new_empty", empty)
+    kernels = emulated(2, (edit,) if edit else ())
+    assert are_near(*ran_experts(kernels, 130, 4, 2, 128, 128)) == (not edit)
+
+
 def test_a_group_may_read_the_sizes_of_a_tile_late(emulated, monkeypatch):
     """Tiles of two stages, which the ring does not hold back."""
     first, second = Variant("SWIGLU", 64, 2), Variant("LINEAR", 64, 1)
@@ -321,10 +335,13 @@ def test_a_group_may_read_the_last_stage_late(emulated, monkeypatch):
         later("tile.expert * a.outputs + half_of", "half_of"),
         later("((long)tile.expert * groups + output / a.group)", "(output / a.group)"),
         later("if (TOKENS == 64) size = larger_of_groups<TOKENS>(size, sizes);", ""),
+        ("(long)b * (a.count / a.chosen) + token", "token"),
+        later("ring.scales_at() + 4 * thread_index()", "ring.scales_at()"),
+        later("copy_word(ring", "if (b > tile.begin) copy_word(ring"),
     ],
 )
 def test_planted_bugs_of_experts_are_found(emulated, monkeypatch, old, new):
-    wanted = Variant("SWIGLU", 64, 2), Variant("WEIGHTED", 64, 2)
+    wanted = Variant("GATHERED", 64, 2), Variant("WEIGHTED", 64, 2)
     monkeypatch.setattr(grouped_experts, "choose_variants", lambda *_: wanted)
     try:
         good = are_near(*ran_experts(emulated(2, ((old, new),)), 60, 4, 2, 144, 256))
@@ -392,11 +409,9 @@ def test_swiglu_is_part_of_products_that_have_enough_tiles(rows, inner, tokens):
 
 def test_few_pairs_are_left_to_triton():
     assert choose_variants(31 * 128, 128) is None
-    assert choose_variants(32 * 128, 128) == (Variant("SWIGLU", 64, 2), Variant("WEIGHTED", 64, 2))
-    assert choose_variants(128 * 128, 128) == (
-        Variant("SWIGLU", 128, 2),
-        Variant("WEIGHTED", 128, 2),
-    )
+    for pairs, tokens in ((32, 64), (96, 128)):
+        wanted = Variant("GATHERED", tokens, 2), Variant("WEIGHTED", tokens, 2)
+        assert choose_variants(pairs * 128, 128) == wanted
 
 
 def test_few_rows_and_other_types_are_left_to_triton(emulated, caplog):
@@ -437,9 +452,9 @@ def test_other_gpus_have_none_of_these_kernels(monkeypatch, caplog):
         raise nvrtc.CompileError("no NVRTC")
 
     monkeypatch.setattr(launch, "Kernels", refuse)
-    assert launch.ProductKernels((8, 9)).get() is None
+    assert launch.optional_kernels((8, 9)).get() is None
     assert not caplog.records
-    found = launch.ProductKernels((9, 0))
+    found = launch.optional_kernels((9, 0))
     assert found.get() is None
     assert found.get() is None
     (record,) = caplog.records
@@ -466,8 +481,8 @@ def hopper():
     """A GPU's device, and its kernels."""
     device = open_device("cuda")
     device.prepare_thread(1)
-    kernels = device._fp8_products.get()
-    if kernels is None:
+    kernels = device._fp8_products
+    if kernels.get() is None:
         pytest.skip("not for this GPU")
     return device, kernels
 
@@ -491,7 +506,7 @@ def test_products_on_a_gpu(hopper, rows, outputs, inputs):
 @pytest.mark.parametrize("tokens", [70, 1000])
 def test_mlp_on_a_gpu(hopper, tokens):
     device, kernels = hopper
-    assert are_near(*ran_mlp(kernels, tokens, 1024, 3072, device.torch_device))
+    assert are_near(*ran_mlp(kernels.get(), tokens, 1024, 3072, device.torch_device))
 
 
 @pytest.mark.gpu

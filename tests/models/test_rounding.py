@@ -15,8 +15,8 @@ from nanoactor.models.devices.cuda.kernels.rounding import RoundingOperator, Row
 from nanoactor.models.weights.linear import ExpertWeights
 from tests.models.batches import attention_batch
 from tests.models.checkpoints import make_checkpoint
-from tests.models.fp8_products_emulated import EmulatedKernels
 from tests.models.interpreted import InterpretedDevice
+from tests.models.products_emulated import EmulatedKernels
 from tests.models.test_decoder import Driver, Sequence
 from tests.models.test_fp8 import moved, packed_matrix
 

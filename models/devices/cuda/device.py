@@ -50,8 +50,9 @@ try:
         fp8,
         sampling,
     )
-    from nanoactor.models.devices.cuda.kernels.experts import TritonExperts
-    from nanoactor.models.devices.cuda.kernels.fp8_products.launch import ProductKernels
+    from nanoactor.models.devices.cuda.kernels.expert_products import experts as expert_products
+    from nanoactor.models.devices.cuda.kernels.experts import HopperKernels, TritonExperts
+    from nanoactor.models.devices.cuda.kernels.fp8_products import launch as fp8_products
     from nanoactor.models.devices.cuda.kernels.fp8_products.linear import linear_of
     from nanoactor.models.devices.cuda.kernels.fp8_products.mlp import mlp_of
     from nanoactor.models.devices.cuda.kernels.masked_sampling import sample_masked_rows
@@ -250,7 +251,9 @@ class CUDADevice(PortableCUDADevice):
         self.prefill_attention = PrefillAttention(capability, properties.multi_processor_count)
         self._multiplies_fp8 = capability >= FP8_CAPABILITY
         self.traits = dataclasses.replace(self.traits, multiplies_packed=self._multiplies_fp8)
-        self._fp8_products = ProductKernels(capability)
+        self._fp8_products = fp8_products.optional_kernels(capability)
+        expert_kernels = expert_products.optional_kernels(capability)
+        self._expert_kernels = HopperKernels(self._fp8_products, expert_kernels)
 
     def check(self, dtype: torch.dtype, block_size: int, head_dim: int) -> None:
         """Log a warning if this is a Hopper GPU but prompts cannot use the attention kernel for it.
@@ -335,14 +338,14 @@ class CUDADevice(PortableCUDADevice):
     # -- operators ------------------------------------------------------------------------
 
     def route(self, x: torch.Tensor, router: Router) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the ids and weights of each token's experts. One kernel computes the router
+        """Return the ids and weights of each token's experts. One or two kernels compute the router
         logits, and another one chooses the experts."""
         return route(x, router)
 
     def experts(self, weights: ExpertWeights) -> ExpertsOperator:
         """Return a function that runs a layer's experts. It launches two kernels for few tokens and
-        four to six for more, and the host waits for none of them."""
-        return TritonExperts(weights, self._multiplies_fp8, self._fp8_products.get())
+        four to eight for more, and the host waits for none of them."""
+        return TritonExperts(weights, self._multiplies_fp8, self._expert_kernels)
 
     def linear(self, weights: LinearWeights) -> LinearOperator:
         """Return a linear operator with these weights. It uses FP8 tensor cores if the weights are

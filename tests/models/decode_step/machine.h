@@ -249,6 +249,25 @@ DEVICE void copy_line(u32 to, const void* from, u32 bytes, u32 bar) {
   }});
 }
 
+static std::vector<std::function<void()>> chunks_of_thread;  // of the present fiber, between two yields
+static void copy_bytes(u32 to, const void* from, int bytes) {
+  Block* block = now->block;
+  if (to % bytes || (u64)from % bytes) abort();
+  chunks_of_thread.push_back([=] { memcpy(block->shared + to, from, bytes); });
+}
+DEVICE void copy_chunk(u32 to, const void* from) { copy_bytes(to, from, 16); }
+DEVICE void copy_word(u32 to, const void* from) { copy_bytes(to, from, 4); }
+DEVICE void arrive_after_chunks(u32 bar) {
+  Block* block = now->block;
+  copies.push_back({rounds + dice() % 40, [block, bar, chunks = std::move(chunks_of_thread)] {
+    for (const auto& chunk : chunks) chunk();
+    Mbarrier& b = barrier_at(block, bar);
+    --b.pending;
+    settle(b);
+  }});
+  chunks_of_thread.clear();
+}
+
 // -- arithmetic -------------------------------------------------------------------------------
 
 DEVICE float from_bits(u32 v) {
@@ -352,6 +371,21 @@ template <int COUNT> DEVICE void multiply(float (&c)[COUNT], u64 a, u64 b, int a
     const int row = 16 * warp + g + i / 2 % 2 * 8, column = 8 * (i / 4) + 2 * t + i % 2;
     if (!adds) c[i] = 0;
     for (int k = 0; k < 32; ++k) c[i] += operand(a, row, k) * operand(b, column, k, UNROUNDED);
+  }
+}
+static float bf16_operand(u64 of, int row, int k) {
+  u32 at = of * 16 + row * 128 + k * 2;
+  at ^= (at >> 7 & 7) << 4;
+  u16 bits;
+  memcpy(&bits, now->block->shared + at, 2);
+  return from_bits((u32)bits << 16);
+}
+template <int COUNT> DEVICE void multiply_bf16(float (&c)[COUNT], u64 a, u64 b, int adds) {
+  const int lane = now->thread & 31, g = lane / 4, t = lane % 4, warp = now->thread / 32 % 4;
+  for (int i = 0; i < COUNT; ++i) {
+    const int row = 16 * warp + g + i / 2 % 2 * 8, column = 8 * (i / 4) + 2 * t + i % 2;
+    if (!adds) c[i] = 0;
+    for (int k = 0; k < 16; ++k) c[i] += bf16_operand(a, row, k) * bf16_operand(b, column, k);
   }
 }
 

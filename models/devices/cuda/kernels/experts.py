@@ -6,6 +6,7 @@ With few tokens, only the weights of the chosen experts are read.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 
 import torch
@@ -17,33 +18,40 @@ from nanoactor.models.devices.cuda.kernels.dependent_launch import (
     await_previous,
     dependent_launch,
 )
+from nanoactor.models.devices.cuda.kernels.expert_products import experts as expert_products
 from nanoactor.models.devices.cuda.kernels.fp8_products.experts import (
     HopperExperts,
     experts_unsupported_reason,
 )
 from nanoactor.models.devices.cuda.kernels.fp8_products.launch import Kernels, log_fallback
+from nanoactor.models.devices.cuda.kernels.optional import OptionalKernels
 from nanoactor.models.devices.cuda.kernels.rounding import RoundingOperator, Rows
 from nanoactor.models.weights.fp8 import Fp8Blocks
-from nanoactor.models.weights.linear import ExpertWeights, dense_experts_of
+from nanoactor.models.weights.linear import DenseExperts, ExpertWeights, dense_experts_of
 from nanoactor.models.weights.whole_step import Matrix
 
-_MAX_ROUNDED_TOKENS = 512
-"""Maximum number of tokens for which rounded rows are requested. With about this number, depending
-on the model, the CUDA C++ kernels take over, which round the rows of token-expert pairs."""
 GroupedGemms = Callable[[torch.Tensor, Rows | None, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HopperKernels:
+    """The kernels in CUDA C++ for experts. They are loaded when they are first needed."""
+
+    fp8: OptionalKernels[Kernels]
+    bf16: OptionalKernels[expert_products.Kernels]
 
 
 class TritonExperts(RoundingOperator):
     """The experts of a layer as an `ExpertsOperator`."""
 
     def __init__(
-        self, weights: ExpertWeights, keep_packed: bool, kernels: Kernels | None = None
+        self, weights: ExpertWeights, keep_packed: bool, kernels: HopperKernels | None = None
     ) -> None:
         """Prepare the weights.
 
         FP8 weights stay packed if `keep_packed` is True and the kernels support their blocks.
-        `kernels` are the CUDA C++ kernels, or None if they are not available. Raises `DriverError`
-        if a driver call fails.
+        `kernels` are the CUDA C++ kernels, or None to use only Triton. Raises `DriverError` if a
+        driver call fails.
         """
         reason = _packed_unsupported_reason(weights) if keep_packed else None
         packed = self._packed = _packed_of(weights) if keep_packed else None
@@ -51,12 +59,10 @@ class TritonExperts(RoundingOperator):
         if packed is None:
             dense = dense_experts_of(weights, reason)
             self._few_token_matrices = experts_few.dense_matrices(dense)
-            self._grouped_gemms: GroupedGemms = lambda x, rows, ids, topk_weights: (
-                experts_dense.grouped_gemms(x, dense, ids, topk_weights)
-            )
+            self._grouped_gemms = _dense_grouped_gemms(dense, kernels)
         else:
             self._few_token_matrices = experts_few.packed_matrices(*packed)
-            self._grouped_gemms = _grouped_gemms_of(packed, kernels)
+            self._grouped_gemms = _packed_grouped_gemms(packed, kernels)
         max_pairs = experts_few.MAX_PAIRS if packed is None else experts_few.MAX_PACKED_PAIRS
         self._max_pairs = min(max_pairs, len(self._few_token_matrices.down.weight))
 
@@ -75,8 +81,8 @@ class TritonExperts(RoundingOperator):
 
     def memory_for(self, x: torch.Tensor) -> Rows | None:
         """Return memory for the rounded rows of `x`, (tokens, hidden), or None if there are so few
-        or so many tokens that the operator may not read them."""
-        if self._packed is None or not self._max_pairs < len(x) <= _MAX_ROUNDED_TOKENS:
+        tokens that the operator may not read them."""
+        if self._packed is None or len(x) <= self._max_pairs:
             return None
         return fp8.memory_for(x, self._packed[0])
 
@@ -93,13 +99,26 @@ class TritonExperts(RoundingOperator):
         return _combine_experts(self._grouped_gemms(x, rows, ids, topk_weights))
 
 
-def _grouped_gemms_of(
-    packed: tuple[fp8.Packed, fp8.Packed], kernels: Kernels | None
+def _dense_grouped_gemms(weights: DenseExperts, kernels: HopperKernels | None) -> GroupedGemms:
+    is_exact = weights.down.dtype == torch.float32
+    if kernels is not None and not is_exact and (loaded := kernels.bf16.get()):
+        reason = expert_products.unsupported_reason(weights)
+        if reason is None:
+            experts = expert_products.HopperExperts(weights, loaded)
+            return lambda x, rows, ids, topk_weights: experts(x, ids, topk_weights)
+        expert_products.log_fallback(reason)
+    return lambda x, rows, ids, topk_weights: experts_dense.grouped_gemms(
+        x, weights, ids, topk_weights
+    )
+
+
+def _packed_grouped_gemms(
+    packed: tuple[fp8.Packed, fp8.Packed], kernels: HopperKernels | None
 ) -> GroupedGemms:
-    if kernels is not None:
+    if kernels is not None and (loaded := kernels.fp8.get()):
         reason = experts_unsupported_reason(*packed)
         if reason is None:
-            return HopperExperts(*packed, kernels)
+            return HopperExperts(*packed, loaded)
         log_fallback(reason)
     return lambda x, rows, ids, topk_weights: experts_fp8.grouped_gemms(
         x, rows, *packed, ids, topk_weights

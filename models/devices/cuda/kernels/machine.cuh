@@ -175,6 +175,19 @@ DEVICE void copy_line(u32 to, const void* from, u32 bytes, u32 bar) {
                ::"r"(to), "l"(from), "r"(bytes), "r"(bar) : "memory");
 }
 
+// Copies 16 plain bytes. The copy is a write of this thread.
+DEVICE void copy_chunk(u32 to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
+}
+// The same for 4 bytes.
+DEVICE void copy_word(u32 to, const void* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+// Arrives at a barrier when everything has been copied that this thread has started to copy.
+DEVICE void arrive_after_chunks(u32 bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(bar) : "memory");
+}
+
 // -- arithmetic -------------------------------------------------------------------------------
 
 DEVICE float from_bits(u32 v) { return __uint_as_float(v); }
@@ -257,23 +270,32 @@ template <int LEFT> DEVICE void await_products() { asm volatile("wgmma.wait_grou
 // holds rows 16w + g (c[4i], c[4i + 1]) and 16w + g + 8 (c[4i + 2], c[4i + 3]), columns 8i + 2t and 8i + 2t + 1.
 #define C4(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define C16(i) C4(i), C4(i + 4), C4(i + 8), C4(i + 12)
-#define MULTIPLY(N, COUNT, NAMES, A, B, ADDS, ...)                                                              \
-  DEVICE void multiply(float (&c)[COUNT], u64 a, u64 b, int adds) {                                             \
-    asm volatile("{ .reg .pred p; setp.ne.b32 p, " ADDS ", 0; wgmma.mma_async.sync.aligned.m64n" N              \
-                 "k32.f32.e4m3.e4m3 {" NAMES "}, " A ", " B ", p, 1, 1; }"                                      \
+#define MULTIPLY(NAME, KIND, FLAGS, N, COUNT, NAMES, A, B, ADDS, ...)                                           \
+  DEVICE void NAME(float (&c)[COUNT], u64 a, u64 b, int adds) {                                                 \
+    asm volatile("{ .reg .pred p; setp.ne.b32 p, " ADDS ", 0; wgmma.mma_async.sync.aligned.m64n" N KIND         \
+                 " {" NAMES "}, " A ", " B ", p, " FLAGS "; }"                                                  \
                  : __VA_ARGS__ : "l"(a), "l"(b), "r"(adds));                                                    \
   }
+#define E4M3 multiply, "k32.f32.e4m3.e4m3", "1, 1"
+#define BF16 multiply_bf16, "k16.f32.bf16.bf16", "1, 1, 0, 0"
+#define MULTIPLY_IN(...) MULTIPLY(__VA_ARGS__)
 #define FROM_0 "%0,%1,%2,%3,%4,%5,%6,%7"
 #define FROM_8 "%8,%9,%10,%11,%12,%13,%14,%15"
 #define FROM_16 "%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define FROM_32                                                                                                  \
   "%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58," \
   "%59,%60,%61,%62,%63"
-MULTIPLY("8", 4, "%0,%1,%2,%3", "%4", "%5", "%6", C4(0))
-MULTIPLY("16", 8, FROM_0, "%8", "%9", "%10", C4(0), C4(4))
-MULTIPLY("32", 16, FROM_0 "," FROM_8, "%16", "%17", "%18", C16(0))
-MULTIPLY("64", 32, FROM_0 "," FROM_8 "," FROM_16, "%32", "%33", "%34", C16(0), C16(16))
-MULTIPLY("128", 64, FROM_0 "," FROM_8 "," FROM_16 "," FROM_32, "%64", "%65", "%66", C16(0), C16(16), C16(32), C16(48))
+MULTIPLY_IN(E4M3, "8", 4, "%0,%1,%2,%3", "%4", "%5", "%6", C4(0))
+MULTIPLY_IN(E4M3, "16", 8, FROM_0, "%8", "%9", "%10", C4(0), C4(4))
+MULTIPLY_IN(E4M3, "32", 16, FROM_0 "," FROM_8, "%16", "%17", "%18", C16(0))
+MULTIPLY_IN(E4M3, "64", 32, FROM_0 "," FROM_8 "," FROM_16, "%32", "%33", "%34", C16(0), C16(16))
+MULTIPLY_IN(E4M3, "128", 64, FROM_0 "," FROM_8 "," FROM_16 "," FROM_32, "%64", "%65", "%66", C16(0), C16(16), C16(32), C16(48))
+// c (64 x N) = or += a (64 x 16) b (N x 16)ᵀ in bf16, held in the same way.
+MULTIPLY_IN(BF16, "64", 32, FROM_0 "," FROM_8 "," FROM_16, "%32", "%33", "%34", C16(0), C16(16))
+MULTIPLY_IN(BF16, "128", 64, FROM_0 "," FROM_8 "," FROM_16 "," FROM_32, "%64", "%65", "%66", C16(0), C16(16), C16(32), C16(48))
+#undef MULTIPLY_IN
+#undef E4M3
+#undef BF16
 #undef MULTIPLY
 #undef C16
 #undef C4

@@ -6,22 +6,20 @@ from __future__ import annotations
 import torch
 
 from nanoactor.models.devices.cuda.kernels.experts_fp8 import grouped_gemms
-from nanoactor.models.devices.cuda.kernels.fp8 import Packed
+from nanoactor.models.devices.cuda.kernels.fp8 import Packed, quantize
 from nanoactor.models.devices.cuda.kernels.fp8_products.launch import (
-    Args,
     Kernels,
     Matrix,
     arguments_of,
-    gather,
 )
 from nanoactor.models.devices.cuda.kernels.fp8_products.variants import (
     BLOCK,
-    Variant,
     choose_variants,
     unsupported_reason,
 )
 from nanoactor.models.devices.cuda.kernels.rounding import Rows
-from nanoactor.models.devices.cuda.kernels.routing import align_blocks
+from nanoactor.models.devices.cuda.kernels.routing import Blocks, align_blocks
+from nanoactor.models.devices.cuda.kernels.tiles import BAND, Args, Variant
 
 
 def experts_unsupported_reason(gate_up: Packed, down: Packed) -> str | None:
@@ -50,8 +48,7 @@ class HopperExperts:
         """Return the output of each token-expert pair, multiplied by its routing weight, (tokens,
         top_k, hidden).
 
-        `rows` are the rounded rows of `x` for the Triton kernels, or None if they are not
-        available.
+        `rows` are the rounded rows of `x`, or None if they are not available.
         """
         tokens, top_k = ids.shape
         experts = len(self._down.packed.weight)
@@ -61,21 +58,32 @@ class HopperExperts:
             return grouped_gemms(x, rows, *matrices, ids, topk_weights)
         first, second = variants
         blocks = align_blocks(ids, experts, first.tokens)
-        rows = gather(self._kernels, x, self._gate_up.packed, blocks, top_k, first.tokens)
+        rows = rows or quantize(x, self._gate_up.packed)
         intermediate = Rows.empty_swizzled(self._down.blocks, len(blocks.pair_ids), x.device)
-        row_tiles = len(blocks.expert_ids)
-        args = arguments_of(self._gate_up, first, rows, row_tiles, intermediate.values, tokens)
-        args.y_scales = intermediate.scales.data_ptr()
-        args.owners, args.used = blocks.expert_ids.data_ptr(), blocks.num_used.data_ptr()
+        args = self._arguments(self._gate_up, first, rows, blocks, intermediate.values, ids)
+        args.y_scales, args.slots = intermediate.scales.data_ptr(), len(blocks.pair_ids)
         self._run(first, args)
         pair_outputs = x.new_empty(tokens, top_k, self._down.outputs)
-        args = arguments_of(
-            self._down, second, intermediate, row_tiles, pair_outputs, tokens * top_k
-        )
-        args.owners, args.used = blocks.expert_ids.data_ptr(), blocks.num_used.data_ptr()
-        args.pairs, args.shares = blocks.pair_ids.data_ptr(), topk_weights.data_ptr()
+        args = self._arguments(self._down, second, intermediate, blocks, pair_outputs, ids)
+        args.shares = topk_weights.data_ptr()
         self._run(second, args)
         return pair_outputs
+
+    def _arguments(
+        self,
+        matrix: Matrix,
+        variant: Variant,
+        rows: Rows,
+        blocks: Blocks,
+        y: torch.Tensor,
+        ids: torch.Tensor,
+    ) -> Args:
+        """Return the parameters of the product of `rows` with `matrix`."""
+        args = arguments_of(matrix, variant, rows, len(blocks.expert_ids), y, ids.numel())
+        args.owners, args.used = blocks.expert_ids.data_ptr(), blocks.num_used.data_ptr()
+        args.pairs, args.chosen = blocks.pair_ids.data_ptr(), ids.shape[1]
+        args.band = BAND
+        return args
 
     def _run(self, variant: Variant, args: Args) -> None:
         tiles = args.row_tiles * args.output_tiles

@@ -25,45 +25,24 @@ from nanoactor.models.devices.cuda.kernels.fp8_products.variants import (
     ROUNDING,
     ROUNDING_THREADS,
     VARIANTS,
-    Variant,
     source,
 )
+from nanoactor.models.devices.cuda.kernels.optional import OptionalKernels
 from nanoactor.models.devices.cuda.kernels.rounding import Rows
-from nanoactor.models.devices.cuda.kernels.routing import Blocks
+from nanoactor.models.devices.cuda.kernels.tiles import Args, Variant, output_tiles
 
 log = logging.getLogger("nanoactor.models.fp8_products")
 
-CAPABILITY = (9, 0)
-"""The only compute capability for which these kernels are compiled."""
 _NAME = "fp8_products"
-
-
-class Args(ctypes.Structure):
-    """Parameters of a product kernel; mirror of `Args` in `product.cu`, whose size is a multiple of
-    64 bytes."""
-
-    _fields_ = (
-        ("weight", ctypes.c_ubyte * MAP_BYTES),
-        *((name, ctypes.c_void_p) for name in (
-            "scales", "rows", "row_scales", "bias", "y", "y_scales", "owners", "used", "pairs",
-            "shares",
-        )),
-        *((name, ctypes.c_int) for name in (
-            "slots", "count", "outputs", "group", "blocks", "row_tiles", "output_tiles", "cluster",
-        )),
-        ("padding", ctypes.c_ubyte * 16),
-    )  # fmt: skip
 
 
 class RoundArgs(ctypes.Structure):
     """Parameters of the rounding kernel; mirror of `RoundArgs` in `product.cu`."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("x", "rows", "scales", "pairs", "used")),
-        *((name, ctypes.c_int) for name in (
-            "inputs", "offset", "count", "slots", "chosen", "tokens", "blocks",
-        )),
-    )  # fmt: skip
+        *((name, ctypes.c_void_p) for name in ("x", "rows", "scales")),
+        *((name, ctypes.c_int) for name in ("inputs", "offset", "count", "slots", "blocks")),
+    )
 
 
 class Kernels:
@@ -103,7 +82,7 @@ class Kernels:
     def round(self, args: RoundArgs) -> None:
         """Queue the rounding of activations to e4m3. As in `multiply`, its thread blocks may start
         early. Raises `DriverError` if the launch fails."""
-        warps = args.slots * -(-args.blocks // AT_ONCE)
+        warps = args.count * -(-args.blocks // AT_ONCE)
         blocks = min(-(-warps // (ROUNDING_THREADS // 32)), 8 * self.processors)
         self._rounding.launch(args, blocks, overlaps=True)
 
@@ -121,29 +100,15 @@ def _clusters_of(kernel: Kernel, size: int) -> int:
 def log_fallback(reason: str) -> None:
     """Log a warning, once for each reason, that the Triton kernels are used instead."""
     log.warning(
-        "FP8 products with many rows use the Triton kernels, which take up to 2.1 times as long: "
+        "FP8 products with many rows use the Triton kernels, which take up to 2.4 times as long: "
         "%s",
         reason,
     )
 
 
-class ProductKernels:
-    """The FP8 product kernels of a device, which are loaded when they are first needed."""
-
-    def __init__(self, capability: tuple[int, int]) -> None:
-        self._is_enabled = capability == CAPABILITY
-        self._kernels: Kernels | None = None
-
-    def get(self) -> Kernels | None:
-        """Return the kernels, or None if they are not available. If loading fails, a warning is
-        logged once."""
-        if self._is_enabled and self._kernels is None:
-            try:
-                self._kernels = Kernels()
-            except (nvrtc.CompileError, DriverError) as error:
-                self._is_enabled = False
-                log_fallback(str(error))
-        return self._kernels
+def optional_kernels(capability: tuple[int, int]) -> OptionalKernels[Kernels]:
+    """Return the FP8 product kernels of a device, which are loaded when they are first needed."""
+    return OptionalKernels(capability, Kernels, log_fallback)
 
 
 class Matrix:
@@ -178,7 +143,8 @@ def arguments_of(
         blocks=matrix.blocks,
         row_tiles=row_tiles,
         cluster=1,
-        output_tiles=-(-matrix.outputs // (variant.outputs * (1 + (variant.epilogue == "SWIGLU")))),
+        band=row_tiles,
+        output_tiles=output_tiles(variant, matrix.outputs),
     )
     ctypes.memmove(args.weight, matrix.map, MAP_BYTES)
     return args
@@ -202,32 +168,19 @@ def quantize(kernels: Kernels, x: torch.Tensor, packed: Packed, slots: int) -> R
     The result has room for `slots` rows, and its first rows are those of `x`. Raises `DriverError`
     if the launch fails.
     """
-    return _round(kernels, x, packed, slots, RoundArgs(count=len(x), chosen=1, tokens=1))
-
-
-def gather(
-    kernels: Kernels, x: torch.Tensor, packed: Packed, blocks: Blocks, top_k: int, tokens: int
-) -> Rows:
-    """Return the rows of the token-expert pairs in `blocks`, rounded to e4m3.
-
-    Each block has room for `tokens` rows. Rows without a pair are left uninitialized. Raises
-    `DriverError` if the launch fails.
-    """
-    args = RoundArgs(
-        pairs=blocks.pair_ids.data_ptr(),
-        used=blocks.num_used.data_ptr(),
-        count=len(x) * top_k,
-        chosen=top_k,
-        tokens=tokens,
-    )
-    return _round(kernels, x, packed, len(blocks.pair_ids), args)
-
-
-def _round(kernels: Kernels, x: torch.Tensor, packed: Packed, slots: int, args: RoundArgs) -> Rows:
     assert x.is_contiguous()
-    rows = Rows.empty_swizzled(packed.scales.shape[-1], slots, x.device)
-    args.x, args.inputs, args.offset = x.data_ptr(), x.shape[1], packed.offset
-    args.rows, args.scales = rows.values.data_ptr(), rows.scales.data_ptr()
-    args.slots, args.blocks = slots, packed.scales.shape[-1]
-    kernels.round(args)
+    blocks = packed.scales.shape[-1]
+    rows = Rows.empty_swizzled(blocks, slots, x.device)
+    kernels.round(
+        RoundArgs(
+            x=x.data_ptr(),
+            rows=rows.values.data_ptr(),
+            scales=rows.scales.data_ptr(),
+            inputs=x.shape[1],
+            offset=packed.offset,
+            count=len(x),
+            slots=slots,
+            blocks=blocks,
+        )
+    )
     return rows

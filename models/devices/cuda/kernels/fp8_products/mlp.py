@@ -17,10 +17,10 @@ from nanoactor.models.devices.cuda.kernels.fp8_products.variants import (
     BLOCK,
     TRITON_MAX_MLP_ROWS,
     Division,
-    Variant,
     choose_swiglu_variant,
 )
 from nanoactor.models.devices.cuda.kernels.rounding import RoundingOperator, Rows
+from nanoactor.models.devices.cuda.kernels.tiles import Variant
 from nanoactor.models.devices.protocols import LinearOperator
 
 log = logging.getLogger("nanoactor.models.fp8_products")

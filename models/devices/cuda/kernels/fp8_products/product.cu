@@ -1,125 +1,17 @@
 // Products of e4m3 matrices with e4m3 rows, for a single matrix or one matrix per expert.
 //
-// A *tile* is OUTPUTS outputs of TOKENS rows. Its inputs are divided into *stages* of 128 inputs,
-// which share a scale. One thread copies stages into a ring in shared memory, and groups of 128 threads
-// multiply. Each group has 64 rows; the two groups of a tile of 64 rows have half of its outputs each.
-// A stage's product is scaled in float32 when it is added. A thread's sums belong to two rows, so it
-// reads only two of their scales from shared memory, whose bandwidth the products need.
-//
-// Blocks run until no tile is left (tile i of a block is tile `block + i * blocks`), so the next
-// tile's stages are copied while results are stored.
+// A stage has 128 inputs, which share a scale. One thread copies stages, except the rows of experts' first products. A
+// stage's product is scaled in float32 when it is added. A thread's sums belong to two rows, so it reads only two of their scales from shared memory, whose bandwidth
+// the products need.
 
-// variants.py prepends BLOCK (inputs that share a scale, and bytes of a row in a stage), AT_ONCE (blocks of inputs
-// that a warp rounds) and ROUNDING_WARPS to the source.
-constexpr int HALF = 128 * BLOCK;  // bytes of 128 outputs in a stage
+// variants.py prepends AT_ONCE (blocks of inputs that a warp rounds) and ROUNDING_WARPS to the source.
 constexpr float LARGEST = 448.f, LEAST = 1e-12f;
 
-// The epilogue, which turns a tile's sums into results.
-enum Epilogue {
-  LINEAR,    // y (rows, outputs) in bf16, plus a bias
-  SWIGLU,    // silu(gate) * up in e4m3 with scales, as the next product's rows; the matrix has gates, then ups
-  WEIGHTED,  // bf16, times the row's share, stored at the place of its pair
-};
+template <int TOKENS, int HALVES, int STAGES> struct ScaledRing : Ring<TOKENS, HALVES, STAGES> {
+  static constexpr bool SCALED = true;
+  u32 scales;  // shared address
 
-struct Args {
-  TensorMap weight;        // rows of 128 bytes in boxes of 128 rows
-  const float* scales;     // (experts, groups, blocks)
-  const u8* rows;          // (blocks, slots, 128), with 16-byte chunks swizzled by slot
-  const float* row_scales; // (blocks, slots)
-  const u16* bias;         // bias of LINEAR, or null
-  void* y;
-  float* y_scales;         // scales of y, with SWIGLU
-  const int* owners;       // expert of each tile of rows; null if there is one matrix
-  const int* used;         // number of tiles of rows, with `owners`
-  const int* pairs;        // token-expert pair of each slot, with WEIGHTED
-  const float* shares;     // share of each pair, with WEIGHTED
-  int slots;               // number of rows, including those that pad the last tile
-  int count;               // number of rows that are stored, or of pairs with WEIGHTED
-  int outputs;             // outputs of a matrix
-  int group;               // number of outputs that share a scale
-  int blocks;              // blocks of inputs
-  int row_tiles, output_tiles;
-  int cluster;             // number of blocks that share a tile
-};
-
-// -- a block's work -----------------------------------------------------------------------------
-// Tile i of a block is tile `block + i * blocks`. If the blocks of a cluster share a tile, each of them has a part of its
-// stages, and they have no other tile. Tiles of the same outputs are consecutive, so that weights are read from memory
-// once.
-
-struct Tile {
-  int rows, outputs;  // first slot and first output
-  int begin, end;     // blocks of inputs
-  int expert;
-};
-
-// The index of the block in its cluster.
-DEVICE int rank_of(const Args& a) { return block_index() % a.cluster; }
-
-struct TileScheduler {
-  int number, count, row_tiles;
-
-  DEVICE explicit TileScheduler(const Args& a) {
-    row_tiles = a.used ? *a.used : a.row_tiles;
-    count = row_tiles * a.output_tiles;
-    number = block_index() / a.cluster;
-  }
-
-  // Returns false if no tile is left.
-  template <int TOKENS, int OUTPUTS> DEVICE bool next(const Args& a, Tile& tile) {
-    if (number >= count) return false;
-    const int row_tile = number % row_tiles, rank = rank_of(a);
-    tile.rows = row_tile * TOKENS;
-    tile.outputs = number / row_tiles * OUTPUTS;
-    tile.begin = a.blocks * rank / a.cluster;
-    tile.end = a.blocks * (rank + 1) / a.cluster;
-    tile.expert = a.owners ? a.owners[row_tile] : 0;
-    number += block_count() / a.cluster;
-    return true;
-  }
-};
-
-// Returns the first row of half `m` of a tile, within the expert's matrix.
-template <int EPILOGUE> DEVICE int half_of(const Args& a, const Tile& tile, int m) {
-  return EPILOGUE == SWIGLU ? m * (a.outputs / 2) + tile.outputs : tile.outputs + 128 * m;
-}
-
-// -- the ring -----------------------------------------------------------------------------------
-
-// The groups of threads that multiply, and the outputs of one group's product.
-template <int TOKENS> struct Groups {
-  static constexpr int COUNT = TOKENS == 64 ? 2 : TOKENS / 64, THREADS = 128 * COUNT, WARPS = 4 * COUNT;
-  static constexpr int OUTPUTS = TOKENS == 64 ? 64 : 128;
-
-  // The thread's group, and the first output and the first row of the group within a tile.
-  DEVICE static int index() { return thread_index() / 128 - 1; }
-  DEVICE static int first_output() { return TOKENS == 64 ? 64 * index() : 0; }
-  DEVICE static int first_row() { return TOKENS == 64 ? 0 : 64 * index(); }
-  // The first of the two rows of the thread's sums; the second is the eighth after it.
-  DEVICE static int row() { return first_row() + thread_index() % 128 / 32 * 16 + thread_index() % 32 / 4; }
-};
-
-template <int TOKENS, int HALVES, int STAGES> struct Ring {
-  static constexpr int ROWS = HALVES * HALF, STAGE = ROWS + TOKENS * BLOCK;
-  u32 stages, scales, full, empty;  // shared addresses
-  int at = 0;
-  u32 parity = 0;
-
-  DEVICE void next() {
-    if (++at == STAGES) {
-      at = 0;
-      parity ^= 1;
-    }
-  }
-  DEVICE void wait_full() {
-    while (!barrier_passed(full + 8 * at, parity)) {}
-  }
-  DEVICE void wait_empty() {
-    while (!barrier_passed(empty + 8 * at, parity ^ 1)) {}
-  }
-  DEVICE u32 weights_at(int m, int output) const { return stages + at * STAGE + m * HALF + output * BLOCK; }
-  DEVICE u32 rows_at(int row) const { return stages + at * STAGE + ROWS + row * BLOCK; }
-  DEVICE u32 scales_at() const { return scales + at * TOKENS * 4; }
+  DEVICE u32 scales_at() const { return scales + this->at * TOKENS * 4; }
   // The scales of the two rows of the thread's sums.
   DEVICE float2 row_scales() const {
     const u32 first = scales_at() + 4 * Groups<TOKENS>::row();
@@ -128,21 +20,18 @@ template <int TOKENS, int HALVES, int STAGES> struct Ring {
 };
 
 template <int TOKENS, int HALVES, int STAGES, int EPILOGUE> struct Producer {
-  static constexpr int OUTPUTS = EPILOGUE == SWIGLU ? 128 : 128 * HALVES;
+  static constexpr int OUTPUTS = outputs_of(HALVES, EPILOGUE);
   // Stages whose weights are copied early. With more, the last accesses of the previous kernel would wait longer.
   static constexpr int EARLY = STAGES < 4 ? STAGES : 4;
   const Args& a;
 
-  DEVICE void copy_weights(const Ring<TOKENS, HALVES, STAGES>& ring, const Tile& tile, int b) {
-    const u32 bar = ring.full + 8 * ring.at;
+  DEVICE void begin_stage(const ScaledRing<TOKENS, HALVES, STAGES>& ring, const Tile& tile, int b) {
     // All bytes of a box are counted, although parts outside the matrix are not read but set to zero.
-    barrier_expect(bar, ring.STAGE + TOKENS * 4);
-#pragma unroll
-    for (int m = 0; m < HALVES; ++m)
-      copy_rows(ring.weights_at(m, 0), &a.weight, tile.expert * a.outputs + half_of<EPILOGUE>(a, tile, m), b, bar);
+    barrier_expect(ring.full + 8 * ring.at, ring.STAGE + TOKENS * 4);
+    copy_weights<EPILOGUE>(a, ring, tile, b);
   }
 
-  DEVICE void copy_activations(const Ring<TOKENS, HALVES, STAGES>& ring, const Tile& tile, int b) {
+  DEVICE void copy_activations(const ScaledRing<TOKENS, HALVES, STAGES>& ring, const Tile& tile, int b) {
     const u32 bar = ring.full + 8 * ring.at;
     const long first = (long)b * a.slots + tile.rows;
     copy_line(ring.rows_at(0), a.rows + first * BLOCK, TOKENS * BLOCK, bar);
@@ -151,14 +40,14 @@ template <int TOKENS, int HALVES, int STAGES, int EPILOGUE> struct Producer {
 
   // Copies all stages. Copies the first weights while the previous kernel is still rounding
   // activations.
-  DEVICE void run(Ring<TOKENS, HALVES, STAGES> ring) {
+  DEVICE void run(ScaledRing<TOKENS, HALVES, STAGES> ring) {
     prefetch_map(&a.weight);
     TileScheduler scheduler(a);
     Tile tile;
     if (!scheduler.template next<TOKENS, OUTPUTS>(a, tile)) return await_previous();
-    Ring<TOKENS, HALVES, STAGES> early = ring;
+    ScaledRing<TOKENS, HALVES, STAGES> early = ring;
     const int filled = tile.end - tile.begin < EARLY ? tile.end : tile.begin + EARLY;
-    for (int b = tile.begin; b < filled; ++b, early.next()) copy_weights(early, tile, b);
+    for (int b = tile.begin; b < filled; ++b, early.next()) begin_stage(early, tile, b);
     await_previous();
     if (a.cluster == 1) allow_next();
     for (int b = tile.begin; b < filled; ++b, ring.next()) copy_activations(ring, tile, b);
@@ -166,7 +55,7 @@ template <int TOKENS, int HALVES, int STAGES, int EPILOGUE> struct Producer {
     do {
       for (int b = begin < 0 ? tile.begin : begin; b < tile.end; ++b, ring.next()) {
         ring.wait_empty();
-        copy_weights(ring, tile, b);
+        begin_stage(ring, tile, b);
         copy_activations(ring, tile, b);
       }
       begin = -1;
@@ -190,7 +79,7 @@ template <int EPILOGUE> DEVICE float scales_of(const Args& a, const Tile& tile, 
 
 // Starts the product of this group's rows and outputs of half `m` in the ring's present stage.
 template <int TOKENS, int HALVES, int STAGES>
-DEVICE void start_product(const Ring<TOKENS, HALVES, STAGES>& ring, int m, float (&product)[Groups<TOKENS>::OUTPUTS / 2]) {
+DEVICE void start_product(const ScaledRing<TOKENS, HALVES, STAGES>& ring, int m, float (&product)[Groups<TOKENS>::OUTPUTS / 2]) {
   using Group = Groups<TOKENS>;
   const u64 rows = operand_at(ring.rows_at(Group::first_row()));
   const u64 weights = operand_at(ring.weights_at(m, Group::first_output()));
@@ -220,7 +109,7 @@ template <int COUNT> DEVICE void add_product(float (&sums)[COUNT], float (&produ
 // Adds up the products of the tile's stages. Two products of 64 rows are computed at a time, because the latency of
 // one is longer than the time in which its weights arrive. There are not enough registers for two products of more.
 template <int TOKENS, int HALVES, int STAGES, int EPILOGUE>
-DEVICE void add_up(const Args& a, const Tile& tile, Ring<TOKENS, HALVES, STAGES>& ring,
+DEVICE void add_up(const Args& a, const Tile& tile, ScaledRing<TOKENS, HALVES, STAGES>& ring,
                    float (&sums)[HALVES][Groups<TOKENS>::OUTPUTS / 2]) {
   using Group = Groups<TOKENS>;
   constexpr int PIECES = Group::OUTPUTS / 64;  // pieces of 64 outputs that share a scale
@@ -240,8 +129,7 @@ DEVICE void add_up(const Args& a, const Tile& tile, Ring<TOKENS, HALVES, STAGES>
           held[m][p] = scales_of<EPILOGUE>(a, tile, m, Group::first_output() + 64 * p, b);
   };
   const auto release = [&] {
-    sync_warp();
-    if (thread_index() % 32 == 0) barrier_arrive(ring.empty + 8 * ring.at);
+    ring.release();
     ring.next();
   };
   if (STEP == 2) {
@@ -252,7 +140,7 @@ DEVICE void add_up(const Args& a, const Tile& tile, Ring<TOKENS, HALVES, STAGES>
       ring.wait_full();
       const float2 scales = ring.row_scales();
       start_product(ring, 0, products[0]);
-      Ring<TOKENS, HALVES, STAGES> following = ring;
+      ScaledRing<TOKENS, HALVES, STAGES> following = ring;
       following.next();
       following.wait_full();
       const float2 following_scales = following.row_scales();
@@ -270,6 +158,7 @@ DEVICE void add_up(const Args& a, const Tile& tile, Ring<TOKENS, HALVES, STAGES>
     const int turn = (b - tile.begin) % 32;
     hold_scales(turn);
     ring.wait_full();
+    if (EPILOGUE == GATHERED) fence_copies();  // threads have written the rows
     const float2 scales = ring.row_scales();
 #pragma unroll
     for (int m = 0; m < HALVES; m += AT_ONCE) {
@@ -299,36 +188,6 @@ DEVICE void store_four(u16* y, uint2 four, int output, int outputs) {
 #pragma unroll
     for (int n = 0; n < 4; ++n)
       if (output + n < outputs) y[n] = (u16)((n < 2 ? four.x : four.y) >> n % 2 * 16);
-}
-
-// Of two words of two neighboring lanes, gives the first words of both to the even lane, and the second words to
-// the odd one.
-DEVICE uint2 exchange(u32 first, u32 second) {
-  const bool odd = thread_index() % 2;
-  const u32 other = shuffle_xor(odd ? first : second, 1);
-  return odd ? uint2{other, second} : uint2{first, other};
-}
-
-// Of 16 outputs, the first of the four that a lane stores after an exchange.
-DEVICE int exchanged_output() { return thread_index() % 2 * 8 + thread_index() % 4 / 2 * 4; }
-
-// The two rows of a thread's sums, and their shares (routing weights).
-struct Places {
-  int rows[2];
-  float shares[2];
-};
-
-template <int TOKENS, int EPILOGUE> DEVICE Places find_places(const Args& a, const Tile& tile) {
-  Places places;
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    places.rows[h] = tile.rows + Groups<TOKENS>::row() + 8 * h;
-    if (EPILOGUE == WEIGHTED) places.rows[h] = a.pairs[places.rows[h]];
-  }
-#pragma unroll
-  for (int h = 0; h < 2; ++h)
-    places.shares[h] = EPILOGUE == WEIGHTED && places.rows[h] < a.count ? a.shares[places.rows[h]] : 1.f;
-  return places;
 }
 
 // Returns an output's bias, or 0.
@@ -476,17 +335,21 @@ DEVICE void store_swiglu(const Args& a, const Tile& tile, float (&gate)[COUNT], 
 }
 
 template <int TOKENS, int HALVES, int STAGES, int EPILOGUE>
-DEVICE void consume(const Args& a, Ring<TOKENS, HALVES, STAGES> ring, u32 sizes) {
+DEVICE void consume(const Args& a, ScaledRing<TOKENS, HALVES, STAGES> ring, u32 sizes) {
   using Group = Groups<TOKENS>;
-  constexpr int OUTPUTS = EPILOGUE == SWIGLU ? 128 : 128 * HALVES;
+  constexpr int OUTPUTS = outputs_of(HALVES, EPILOGUE);
   float sums[HALVES][Group::OUTPUTS / 2];
   TileScheduler scheduler(a);
   Tile tile;
 #pragma unroll 1
   while (scheduler.template next<TOKENS, OUTPUTS>(a, tile)) {
+    if ((EPILOGUE == GATHERED || EPILOGUE == WEIGHTED) && group_is_empty<TOKENS>(a, tile)) {
+      skip_tile(tile, ring);
+      continue;
+    }
     add_up<TOKENS, HALVES, STAGES, EPILOGUE>(a, tile, ring, sums);
     if (EPILOGUE == LINEAR && a.cluster > 1) return reduce_and_store<TOKENS, HALVES>(a, tile, ring.stages, sums);
-    if constexpr (EPILOGUE == SWIGLU) {
+    if constexpr (is_swiglu(EPILOGUE)) {
       store_swiglu<TOKENS>(a, tile, sums[0], sums[HALVES - 1], sizes);
     } else {
       const Places places = find_places<TOKENS, EPILOGUE>(a, tile);
@@ -504,23 +367,28 @@ DEVICE void consume(const Args& a, Ring<TOKENS, HALVES, STAGES> ring, u32 sizes)
 template <int TOKENS, int HALVES, int STAGES, int EPILOGUE> DEVICE void run(const Args& a) {
   u8* memory = dynamic_shared();
   const u32 shift = (1024 - address_of(memory) % 1024) % 1024, base = address_of(memory) + shift;
-  Ring<TOKENS, HALVES, STAGES> ring;
+  ScaledRing<TOKENS, HALVES, STAGES> ring;
   ring.stages = base;
   ring.scales = base + STAGES * ring.STAGE;
   const u32 sizes = shift + STAGES * (ring.STAGE + TOKENS * 4);  // offset from `memory`
   ring.full = address_of(memory) + sizes + TOKENS * 4;
   ring.empty = ring.full + 8 * STAGES;
-  if (thread_index() == 0) {
-    for (int i = 0; i < STAGES; ++i) {
-      barrier_init(ring.full + 8 * i, 1);
-      barrier_init(ring.empty + 8 * i, Groups<TOKENS>::WARPS);
-    }
-    barriers_are_ready();
+  const Gatherer<TOKENS, HALVES, STAGES, ScaledRing> gatherer{a};
+  if (thread_index() == 0) ring.initialize(EPILOGUE == GATHERED ? gatherer.ARRIVALS : 1);
+  if (EPILOGUE == GATHERED) {
+    if (thread_index() == 0) prefetch_map(&a.weight);
+    // All threads wait, because they read `used`, `owners` and `pairs`, which the previous kernel may have written. The
+    // next kernel reads them before it waits, so it must not start earlier.
+    await_previous();
+    allow_next();
   }
   sync_block();
   if (thread_index() < 128) {
     fewer_registers<TOKENS == 192 ? 24 : 40>();
-    if (thread_index() == 0) Producer<TOKENS, HALVES, STAGES, EPILOGUE>{a}.run(ring);
+    if constexpr (EPILOGUE == GATHERED)
+      gatherer.run(ring);
+    else if (thread_index() == 0)
+      Producer<TOKENS, HALVES, STAGES, EPILOGUE>{a}.run(ring);
   } else {
     more_registers<TOKENS == 128 ? 232 : 160>();
     consume<TOKENS, HALVES, STAGES, EPILOGUE>(a, ring, sizes);
@@ -530,21 +398,13 @@ template <int TOKENS, int HALVES, int STAGES, int EPILOGUE> DEVICE void run(cons
 // -- rows of e4m3 -------------------------------------------------------------------------------
 
 struct RoundArgs {
-  const u16* x;       // bf16 (tokens, inputs)
+  const u16* x;       // bf16 (count, inputs)
   u8* rows;           // as in Args
   float* scales;
-  const int* pairs;   // as in Args; null if each slot has the row of the same index
-  const int* used;
   int inputs, offset; // `offset` zeros precede the first input
-  int count;          // number of rows, or of pairs
-  int slots, chosen, tokens, blocks;
+  int count;          // number of rows
+  int slots, blocks;
 };
-
-// Returns the row of a slot, or -1 if it has none.
-DEVICE int row_of(const RoundArgs& a, int slot) {
-  const int pair = a.pairs ? a.pairs[slot] : slot;
-  return pair < a.count ? pair / a.chosen : -1;
-}
 
 // Returns eight inputs from input `i` on, with zeros outside the row.
 DEVICE uint4 eight_of(const RoundArgs& a, int row, int i) {
@@ -564,14 +424,13 @@ DEVICE u32 rounded_two(u32 two, float scale) { return round_to_bytes(quotient_of
 // Rounds blocks of a slot, exactly as the Triton kernels do (rounding.py). Half a warp rounds a block, with eight
 // inputs in each lane.
 DEVICE void round_slot(const RoundArgs& a, int slot, int first) {
-  const int lane = thread_index() % 16, row = row_of(a, slot);
-  if (row < 0) return;
+  const int lane = thread_index() % 16;
   first += thread_index() / 16 % 2;
   uint4 found[AT_ONCE / 2];
 #pragma unroll
   for (int n = 0; n < AT_ONCE / 2; ++n) {
     found[n] = uint4{0, 0, 0, 0};
-    if (first + 2 * n < a.blocks) found[n] = eight_of(a, row, (first + 2 * n) * BLOCK + 8 * lane - a.offset);
+    if (first + 2 * n < a.blocks) found[n] = eight_of(a, slot, (first + 2 * n) * BLOCK + 8 * lane - a.offset);
   }
 #pragma unroll
   for (int n = 0; n < AT_ONCE / 2; ++n) {
@@ -588,13 +447,11 @@ DEVICE void round_slot(const RoundArgs& a, int slot, int first) {
   }
 }
 
-// Rounds all slots; one warp rounds AT_ONCE blocks of a slot. Slots without a row are not written.
+// Rounds all rows; one warp rounds AT_ONCE blocks of a row. Slots without a row are not written.
 DEVICE void round_all(const RoundArgs& a) {
-  // In this order: the product, which starts next, reads results of earlier kernels before it waits.
   await_previous();
   allow_next();
   const int each = (a.blocks + AT_ONCE - 1) / AT_ONCE, warps = block_count() * ROUNDING_WARPS;
-  const int slots = a.used ? *a.used * a.tokens : a.slots;
-  for (int at = block_index() * ROUNDING_WARPS + thread_index() / 32; at < slots * each; at += warps)
+  for (int at = block_index() * ROUNDING_WARPS + thread_index() / 32; at < a.count * each; at += warps)
     round_slot(a, at / each, at % each * AT_ONCE);
 }

@@ -1,14 +1,14 @@
-"""The variants of the FP8 product kernel, their shared memory, and the choice of a variant and of a
-division into thread blocks for each product."""
+"""The variants of the FP8 product kernel, and the choice of a variant and of a division into thread
+blocks for each product."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Literal
+from pathlib import Path
 
-from nanoactor.models.devices.cuda.kernels.nvrtc import MACHINE_SOURCE
+from nanoactor.models.devices.cuda.kernels.tiles import Variant, source_of
 
 BLOCK = 128
 """Number of inputs that share a scale. These kernels support no other number."""
@@ -23,76 +23,14 @@ TRITON_MAX_ROWS = 32
 """Maximum number of rows for which a product is faster in Triton (docs/gpu_measurements.md)."""
 TRITON_MAX_MLP_ROWS = 16
 """Maximum number of rows for which a feed-forward operator is faster in Triton."""
-_MIN_PAIRS, _LARGE_TILE_PAIRS = 32, 128
+_MIN_PAIRS, _LARGE_TILE_PAIRS = 32, 96
 """Mean numbers of pairs per expert from which these kernels are faster than those in Triton, and
-from which tiles of 128 rows are faster than tiles of 64. Measured on an H200 with an earlier
-version of these kernels."""
-SHARED_LIMIT = 228_352
-"""Maximum size in bytes of a block's shared memory. It is 4 KiB below the hardware limit, which
-leaves room for blocks of the previous kernel."""
-_ALIGNMENT_BYTES = 1024
-_MAX_STAGES = 12
+from which tiles of 128 rows are faster than tiles of 64. Measured on an H200."""
 MAX_CLUSTER = 8
 """Maximum number of thread blocks that share a tile. All whole GPUs of compute capability 9.0
 support clusters of this size."""
 _MIN_STAGES = 2
 """Minimum number of stages (blocks of inputs of a tile) of each block that shares a tile."""
-
-Epilogue = Literal["LINEAR", "SWIGLU", "WEIGHTED"]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Variant:
-    """One of the compiled variants of the product kernel."""
-
-    epilogue: Epilogue
-    tokens: int
-    """Number of rows (tokens) of a tile."""
-    halves: int
-    """Number of groups of 128 outputs in a tile, 1 or 2. With "SWIGLU", these are 128 gates and the
-    128 corresponding ups."""
-
-    @property
-    def name(self) -> str:
-        """Name of the kernel in the CUDA source."""
-        return f"{self.epilogue.lower()}_{self.tokens}_{self.halves}"
-
-    @property
-    def outputs(self) -> int:
-        """Number of outputs of a tile."""
-        return 128 if self.epilogue == "SWIGLU" else 128 * self.halves
-
-    @property
-    def threads(self) -> int:
-        """Number of threads of a block. One group of 128 threads copies. Each other group
-        multiplies 64 rows, or half of the outputs of a tile of 64 rows."""
-        return 128 * (1 + max(2, self.tokens // 64))
-
-    @property
-    def _stage_bytes(self) -> int:
-        """Size in bytes of the buffers for one block of inputs of a tile: its part of the matrix,
-        the rows, the rows' scales, and two barriers."""
-        return (128 * self.halves + self.tokens) * BLOCK + 4 * self.tokens + 16
-
-    @property
-    def stages(self) -> int:
-        """Number of blocks of inputs that are buffered in shared memory at a time."""
-        available_bytes = SHARED_LIMIT - _ALIGNMENT_BYTES - 4 * self.tokens - 16
-        return min(_MAX_STAGES, available_bytes // self._stage_bytes)
-
-    @property
-    def shared_bytes(self) -> int:
-        """Size of a block's shared memory in bytes."""
-        return _ALIGNMENT_BYTES + 4 * self.tokens + 16 + self.stages * self._stage_bytes
-
-    @property
-    def launch_bounds(self) -> int:
-        """Number of threads among which the compiler divides the registers of a multiprocessor.
-
-        For tiles of 64 rows, this is more than a thread block has, so that blocks of the previous
-        kernel can run at the same time. Larger tiles need all registers.
-        """
-        return self.threads if self.tokens > 64 else 512
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,6 +64,7 @@ _BYTES_PER_MICROSECOND = 4.3e6
 VARIANTS = (
     *_COSTS,
     *_SWIGLU_COSTS,
+    *(Variant("GATHERED", tokens, 2) for tokens in (64, 128)),
     *(Variant("WEIGHTED", tokens, 2) for tokens in (64, 128)),
 )
 
@@ -133,24 +72,13 @@ VARIANTS = (
 def source(machine: str | None = None) -> str:
     """Return the CUDA source of all kernels. `machine` is source text that replaces the instruction
     wrappers; None means `machine.cuh`."""
-    entries = [
-        f'extern "C" __global__ void __launch_bounds__({v.launch_bounds}, 1) '
-        f"{v.name}(const __grid_constant__ Args a) "
-        f"{{ run<{v.tokens}, {v.halves}, {v.stages}, {v.epilogue}>(a); }}"
-        for v in VARIANTS
-    ]
-    entries.append(
+    constants = f"constexpr int AT_ONCE = {AT_ONCE}, ROUNDING_WARPS = {ROUNDING_THREADS // 32};"
+    rounding = (
         f'extern "C" __global__ void __launch_bounds__({ROUNDING_THREADS}) '
-        f"{ROUNDING}(const __grid_constant__ RoundArgs a) {{ round_all(a); }}"
+        f"{ROUNDING}(const __grid_constant__ RoundArgs a) {{ round_all(a); }}\n"
     )
-    product = MACHINE_SOURCE.parent / "fp8_products" / "product.cu"
-    constants = (
-        f"constexpr int BLOCK = {BLOCK}, AT_ONCE = {AT_ONCE}, "
-        f"ROUNDING_WARPS = {ROUNDING_THREADS // 32};"
-    )
-    parts = [machine or MACHINE_SOURCE.read_text(), constants]
-    parts += [f'#line 1 "{product.name}"', product.read_text()]
-    return "\n".join([*parts, *entries, ""])
+    product = Path(__file__).with_name("product.cu")
+    return source_of(product, VARIANTS, constants, machine) + rounding
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -262,4 +190,4 @@ def choose_variants(pairs: int, experts: int) -> tuple[Variant, Variant] | None:
     if pairs < _MIN_PAIRS * experts:
         return None
     tokens = 64 if pairs < _LARGE_TILE_PAIRS * experts else 128
-    return Variant("SWIGLU", tokens, 2), Variant("WEIGHTED", tokens, 2)
+    return Variant("GATHERED", tokens, 2), Variant("WEIGHTED", tokens, 2)
