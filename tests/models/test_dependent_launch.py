@@ -173,7 +173,7 @@ def test_blocks_wait_for_each_other_only_in_cooperative_launches_and_clusters():
         if path.name != "machine.cuh" and "sync_cluster<" in path.read_text()
     }
     assert clusters == {"fp8_products"}
-    assert "cluster=args.cluster" in (FOLDER / "fp8_products/launch.py").read_text()
+    assert "cluster=args.cluster" in (FOLDER / "tiles.py").read_text()
     for path in FOLDER.rglob("*.py"):  # Triton has no cooperative launch here
         assert "atomic_cas" not in path.read_text(), path
 

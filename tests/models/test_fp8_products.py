@@ -3,12 +3,14 @@ a product takes; their machine code."""
 
 import dataclasses
 import itertools
+import types
 
 import pytest
 import torch
 
 from nanoactor.models.devices import open_device
-from nanoactor.models.devices.cuda.kernels import nvrtc
+from nanoactor.models.devices.cuda.kernels import nvrtc, tiles
+from nanoactor.models.devices.cuda.kernels.expert_products import experts as expert_products
 from nanoactor.models.devices.cuda.kernels.experts import HopperKernels, TritonExperts
 from nanoactor.models.devices.cuda.kernels.fp8 import TritonFp8Linear, pack
 from nanoactor.models.devices.cuda.kernels.fp8_products import experts as grouped_experts
@@ -25,7 +27,7 @@ from nanoactor.models.devices.cuda.kernels.fp8_products.variants import (
     choose_variants,
     source,
 )
-from nanoactor.models.devices.cuda.kernels.tiles import SHARED_LIMIT, Variant
+from nanoactor.models.devices.cuda.kernels.tiles import SHARED_LIMIT, Args, Variant
 from nanoactor.models.weights.linear import ExpertWeights
 from tests.models.decode_step.hazards import early_reads_in
 from tests.models.products_emulated import EmulatedKernels, Hang, mapped
@@ -445,6 +447,44 @@ def test_experts_whose_middle_is_no_whole_block_are_left_to_triton(emulated):
     assert "not whole blocks" in reason(192)
     assert "not whole blocks" in reason(128, offset=64)
     assert "scales differ" in reason(128, group=32)
+
+
+@pytest.mark.parametrize("package", [launch, expert_products], ids=["fp8", "bf16"])
+def test_kernels_are_loaded_and_launched_in_their_clusters(monkeypatch, package):
+    """With the CUDA driver replaced."""
+    launched = []
+
+    class Kernel:
+        def __init__(self, name, *sizes):
+            self.name, self.sizes = name, sizes
+
+        def launch(self, args, blocks, overlaps=False, cluster=1):
+            launched.append((self.name, self.sizes, blocks, overlaps, cluster))
+
+        def max_clusters(self, size):
+            return 132 // size
+
+    class Module:
+        def __init__(self, cubin):
+            assert cubin == b"code"
+
+        def kernel(self, *args):
+            return Kernel(*args)
+
+    monkeypatch.setattr(tiles, "Module", Module)
+    code = nvrtc.CompiledCode(b"code", "")
+    monkeypatch.setattr(nvrtc, "load_or_compile", lambda source, name: code)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    properties = types.SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+    kernels = package.Kernels()
+    variant = Variant("WEIGHTED", 64, 2)
+    for cluster in (1, 2):
+        kernels.multiply(variant, Args(cluster=cluster), 20)
+    sizes = 132, variant.threads, variant.shared_bytes
+    assert launched == [("weighted_64_2", sizes, 20, True, cluster) for cluster in (1, 2)]
+    if package is launch:
+        assert kernels.clusters == (132, 66, 44, 33, 26, 22, 18, 16)
 
 
 def test_other_gpus_have_none_of_these_kernels(monkeypatch, caplog):

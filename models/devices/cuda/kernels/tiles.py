@@ -1,4 +1,4 @@
-"""Parameters, tiles and shared memory of the product kernels in CUDA C++ (tiles.cuh)."""
+"""Parameters, tiles, shared memory and launches of the product kernels in CUDA C++ (tiles.cuh)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
-from nanoactor.models.devices.cuda.kernels.driver import MAP_BYTES
+import torch
+
+from nanoactor.models.devices.cuda.kernels import nvrtc
+from nanoactor.models.devices.cuda.kernels.driver import MAP_BYTES, Module
 from nanoactor.models.devices.cuda.kernels.nvrtc import MACHINE_SOURCE
 
 BLOCK_BYTES = 128
@@ -123,3 +126,28 @@ def source_of(
     for file in (MACHINE_SOURCE.with_name("tiles.cuh"), product):
         parts += [f'#line 1 "{file.name}"', file.read_text()]
     return "\n".join([*parts, *entries, ""])
+
+
+class ProductKernels:
+    """The variants of a product kernel, loaded on the current device."""
+
+    def __init__(self, name: str, source: str, variants: Sequence[Variant]) -> None:
+        """Load the machine code of `source` from disk, or compile it; compiler messages call it
+        `name`.cu. Raises `CompileError` or `DriverError` if that fails."""
+        device = torch.cuda.current_device()
+        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._module = Module(nvrtc.load_or_compile(source, name).cubin)
+        self._variants = {
+            variant: self._module.kernel(
+                variant.name, self.processors, variant.threads, variant.shared_bytes
+            )
+            for variant in variants
+        }
+
+    def multiply(self, variant: Variant, args: Args, blocks: int) -> None:
+        """Queue a product with `blocks` thread blocks, in clusters of `args.cluster`.
+
+        They may start before the previous kernel has ended. Raises `DriverError` if the launch
+        fails.
+        """
+        self._variants[variant].launch(args, blocks, overlaps=True, cluster=args.cluster)

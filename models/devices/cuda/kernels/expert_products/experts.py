@@ -10,14 +10,15 @@ from pathlib import Path
 
 import torch
 
-from nanoactor.models.devices.cuda.kernels import experts_dense, nvrtc
-from nanoactor.models.devices.cuda.kernels.driver import MAP_BYTES, Module, tensor_map
+from nanoactor.models.devices.cuda.kernels import experts_dense
+from nanoactor.models.devices.cuda.kernels.driver import MAP_BYTES, tensor_map
 from nanoactor.models.devices.cuda.kernels.optional import OptionalKernels
 from nanoactor.models.devices.cuda.kernels.routing import Blocks, align_blocks
 from nanoactor.models.devices.cuda.kernels.tiles import (
     BAND,
     BLOCK_BYTES,
     Args,
+    ProductKernels,
     Variant,
     output_tiles,
     source_of,
@@ -46,26 +47,13 @@ def source(machine: str | None = None) -> str:
     return source_of(Path(__file__).with_name("product.cu"), VARIANTS, machine=machine)
 
 
-class Kernels:
+class Kernels(ProductKernels):
     """All kernels for experts, loaded on the current device."""
 
     def __init__(self) -> None:
         """Load the kernels from disk, or compile them. Raises `CompileError` or `DriverError` if
         that fails."""
-        device = torch.cuda.current_device()
-        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
-        module = Module(nvrtc.load_or_compile(source(), _NAME).cubin)
-        self._variants = {
-            variant: module.kernel(
-                variant.name, self.processors, variant.threads, variant.shared_bytes
-            )
-            for variant in VARIANTS
-        }
-
-    def multiply(self, variant: Variant, args: Args, blocks: int) -> None:
-        """Queue a product with `blocks` thread blocks. They may start before the previous kernel
-        has ended. Raises `DriverError` if the launch fails."""
-        self._variants[variant].launch(args, blocks, overlaps=True)
+        super().__init__(_NAME, source(), VARIANTS)
 
 
 @functools.cache

@@ -9,12 +9,10 @@ import logging
 
 import torch
 
-from nanoactor.models.devices.cuda.kernels import nvrtc
 from nanoactor.models.devices.cuda.kernels.driver import (
     MAP_BYTES,
     DriverError,
     Kernel,
-    Module,
     tensor_map,
 )
 from nanoactor.models.devices.cuda.kernels.fp8 import Packed
@@ -29,7 +27,7 @@ from nanoactor.models.devices.cuda.kernels.fp8_products.variants import (
 )
 from nanoactor.models.devices.cuda.kernels.optional import OptionalKernels
 from nanoactor.models.devices.cuda.kernels.rounding import Rows
-from nanoactor.models.devices.cuda.kernels.tiles import Args, Variant, output_tiles
+from nanoactor.models.devices.cuda.kernels.tiles import Args, ProductKernels, Variant, output_tiles
 
 log = logging.getLogger("nanoactor.models.fp8_products")
 
@@ -45,7 +43,7 @@ class RoundArgs(ctypes.Structure):
     )
 
 
-class Kernels:
+class Kernels(ProductKernels):
     """All FP8 product kernels, loaded on the current device."""
 
     clusters: tuple[int, ...]
@@ -55,29 +53,13 @@ class Kernels:
     def __init__(self) -> None:
         """Load the kernels from disk, or compile them. Raises `CompileError` or `DriverError` if
         that fails."""
-        device = torch.cuda.current_device()
-        self.processors = torch.cuda.get_device_properties(device).multi_processor_count
-        module = Module(nvrtc.load_or_compile(source(), _NAME).cubin)
-        self._variants = {
-            variant: module.kernel(
-                variant.name, self.processors, variant.threads, variant.shared_bytes
-            )
-            for variant in VARIANTS
-        }
-        self._rounding = module.kernel(ROUNDING, self.processors, ROUNDING_THREADS, 0)
+        super().__init__(_NAME, source(), VARIANTS)
+        self._rounding = self._module.kernel(ROUNDING, self.processors, ROUNDING_THREADS, 0)
         linear = self._variants[Variant("LINEAR", 64, 1)]
         self.clusters = (
             self.processors,
             *(_clusters_of(linear, size) for size in range(2, MAX_CLUSTER + 1)),
         )
-
-    def multiply(self, variant: Variant, args: Args, blocks: int) -> None:
-        """Queue a product with `blocks` thread blocks, in clusters of `args.cluster`.
-
-        They may start before the previous kernel has ended. Raises `DriverError` if the launch
-        fails.
-        """
-        self._variants[variant].launch(args, blocks, overlaps=True, cluster=args.cluster)
 
     def round(self, args: RoundArgs) -> None:
         """Queue the rounding of activations to e4m3. As in `multiply`, its thread blocks may start
