@@ -1,8 +1,10 @@
-"""Checks of all tensors of a checkpoint by their headers, before their values are read."""
+"""Checks of all tensors of a checkpoint by their headers, before their values are read, and the
+size of a model's weights, before they are created."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Hashable
 from typing import cast
 
@@ -16,6 +18,8 @@ from nanoactor.models.weights.weights import Weights
 
 _META = torch.device("meta")
 """PyTorch's device for tensors that have a shape and a dtype but no values."""
+Check = Callable[[str, tuple[int, ...], torch.dtype | None], None]
+"""Function that is called with each requested tensor's name, shape and, if it is packed, dtype."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -39,12 +43,13 @@ class _Tensor:
 
 
 class Headers(Weights):
-    """The tensors of an open checkpoint, without their values."""
+    """The tensors of other weights, without their values."""
 
-    def __init__(self, weights: CheckpointWeights) -> None:
-        """Use the open files of `weights`, which must stay open."""
+    def __init__(self, weights: Weights, check: Check) -> None:
+        """Have the tensors of `weights`, which must stay open. `check` is called with each tensor
+        that is requested."""
         super().__init__(weights.origin, weights.dtype, _META, weights.format)
-        self._files = weights.files
+        self._weights, self._check = weights, check
         self._found: list[_Tensor] = []
         """Tensors that were found since the last projection began."""
         self._projections: dict[Hashable, tuple[LinearWeights, list[_Tensor]]] = {}
@@ -56,19 +61,20 @@ class Headers(Weights):
         return False
 
     def __contains__(self, name: str) -> bool:
-        """Return True if the checkpoint has a tensor with this name."""
-        return name in self._files.names
+        """Return True if there is a tensor with this name."""
+        return name in self._weights
 
     def shape_of(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor, which must exist."""
-        return self._files.shape_of(name)
+        """Return the shape of a tensor, which must exist. Raises `WeightsError` if it is not
+        known."""
+        return self._weights.shape_of(name)
 
     def _load(
         self, name: str, part: Selection, dtype: torch.dtype, stored: torch.dtype | None
     ) -> torch.Tensor:
-        """Return a tensor of the right shape and dtype on the meta device. Raises the same errors
-        as with values, except those about values."""
-        self._files.check(name, part.shape, stored)
+        """Return a tensor of the right shape and dtype on the meta device. Raises what `check`
+        raises."""
+        self._check(name, part.shape, stored)
         self._found.append(_Tensor(name, part.shape, stored))
         return torch.empty(part.sizes, dtype=dtype, device=_META)
 
@@ -90,9 +96,8 @@ class Headers(Weights):
             return self._projections[key][0]
         weights, tensors = self._projections[key]
         for tensor in tensors:
-            self._files.check(
-                projection.parts[tensor.part].name + tensor.name, tensor.shape, tensor.stored
-            )
+            name = projection.parts[tensor.part].name + tensor.name
+            self._check(name, tensor.shape, tensor.stored)
         return weights
 
     def _store(self, stack: LinearWeights, index: int, weights: LinearWeights) -> None:
@@ -125,5 +130,27 @@ def check_tensors(weights: CheckpointWeights, build: Callable[[Weights, Device],
     `build` constructs a model from weights and a device. It is called with weights that have no
     values.
     """
+    _build(Headers(weights, weights.files.check), build)
+
+
+def requested_bytes(
+    weights: Weights, build: Callable[[Weights, Device], object], *, unpacked: bool
+) -> int:
+    """Return the size in bytes of the tensors that a model requests, of all ranks together.
+
+    Packed tensors count with their own size, or with the size of the model's dtype if `unpacked` is
+    True. All others have the model's dtype. `build` is as in `check_tensors`.
+    """
+    sizes: dict[str, int] = {}
+
+    def note(name: str, shape: tuple[int, ...], stored: torch.dtype | None) -> None:
+        dtype = weights.dtype if stored is None or unpacked else stored
+        sizes[name] = math.prod(shape) * dtype.itemsize
+
+    _build(Headers(weights, note), build)
+    return sum(sizes.values())
+
+
+def _build(headers: Headers, build: Callable[[Weights, Device], object]) -> None:
     with torch.inference_mode():
-        build(Headers(weights), cast(Device, _MetaOperators()))
+        build(headers, cast(Device, _MetaOperators()))

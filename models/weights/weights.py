@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import importlib
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from typing import Protocol, Self
 
 import torch
@@ -159,16 +159,6 @@ class Weights(abc.ABC):
     def _store(self, stack: LinearWeights, index: int, weights: LinearWeights) -> None:
         """Copy the matrices of a projection to position `index` of a stack."""
         stack.copy_into(index, weights)
-
-    def min_bytes(self, ignored: Collection[str] = (), *, unpacked: bool = False) -> int:
-        """Return a lower bound on the total size of all ranks' weights, in bytes. It is 0 without
-        files.
-
-        Packed tensors count with their size in the file, or with the size of the model's dtype if
-        `unpacked` is True. All others have the model's dtype. Tensors named in `ignored` do not
-        count.
-        """
-        return 0
 
 
 def _concatenate(parts: list[torch.Tensor]) -> torch.Tensor:

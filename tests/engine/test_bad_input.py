@@ -22,9 +22,11 @@ from nanoactor.models.errors import (
     WeightsError,
 )
 from nanoactor.models.weights.checkpoint import CheckpointWeights
+from nanoactor.models.weights.random_weights import RandomWeights
 from nanoactor.models.weights.weights import Weights
 from nanoactor.requests.params import TokenCap
 from nanoactor.runner.config import MemoryNeeds, check_weights
+from nanoactor.runner.model import model
 from nanoactor.runner.open import open_executor
 from tests.conftest import children
 from tests.engine.conftest import DEMO
@@ -282,6 +284,27 @@ def test_packed_weights_count_as_the_device_uses_them(monkeypatch, tmp_path, kin
     others = [t.numel() for t in tensors.values() if t.dtype != torch.float8_e4m3fn]
     each = 1 if kind is CompiledCPUDevice else 4
     assert found == [each * sum(packed) + 4 * sum(others)]
+
+
+@pytest.mark.parametrize("configuration", ["untied", "qwen3_moe_fp8", "qwen3_vl"])
+def test_random_weights_that_cannot_fit_are_refused_before_they_are_created(
+    monkeypatch, tmp_path, configuration
+):
+    make_checkpoint(tmp_path, **CONFIGURATIONS[configuration])
+    monkeypatch.setattr(CPUDevice, "memory", lambda _: Memory(1 << 34, 1 << 10))
+    monkeypatch.setattr(RandomWeights, "_load", lambda *_: pytest.fail("it is created"))
+    needed = []
+
+    def noted(needs, *args, **options):
+        needed.append(needs.weights)
+        check_weights(needs, *args, **options)
+
+    monkeypatch.setattr(model, "check_weights", noted)
+    for load_format in ("dummy", "auto"):
+        options = dict(device="cpu", dtype="float32", load_format=load_format)
+        with pytest.raises(NotEnoughMemory, match="the weights in float32.* take at least"):
+            open_executor(rank_config(tmp_path, **options))
+    assert needed[0] == needed[1] > 0
 
 
 def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(monkeypatch):

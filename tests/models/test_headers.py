@@ -14,7 +14,8 @@ from nanoactor.models.families.registry import family_of
 from nanoactor.models.vision.tower import VisionTower
 from nanoactor.models.weights.checkpoint import CheckpointWeights
 from nanoactor.models.weights.files import INDEX, TensorFiles
-from nanoactor.models.weights.headers import Headers, check_tensors
+from nanoactor.models.weights.headers import Headers, check_tensors, requested_bytes
+from nanoactor.models.weights.random_weights import RandomWeights
 from nanoactor.models.weights.weights import format_of
 from nanoactor.runner.open import open_executor
 from tests.engine.harness import rank_config
@@ -105,19 +106,23 @@ def loaded(monkeypatch, kind):
     return found
 
 
-@pytest.mark.parametrize("rank", [None, 1], ids=["alone", "second of two"])
-@pytest.mark.parametrize("configuration", CONFIGURATIONS)
-def test_headers_are_asked_for_what_is_read_later(monkeypatch, tmp_path, configuration, rank):
-    make_checkpoint(tmp_path, **CONFIGURATIONS[configuration])
-    config = read_config(tmp_path)
-    group = None if rank is None else Ranks(rank, 3 if config.num_kv_heads == 3 else 2)
-
+def builder(config, group=None):
     def build(weights, device):
         Decoder(config, weights, device, 64, group)
         if config.vision is not None:
             prefix = family_of(config.architecture).vision_prefix
             VisionTower(config.vision, weights, device, prefix)
 
+    return build
+
+
+@pytest.mark.parametrize("rank", [None, 1], ids=["alone", "second of two"])
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_headers_are_asked_for_what_is_read_later(monkeypatch, tmp_path, configuration, rank):
+    make_checkpoint(tmp_path, **CONFIGURATIONS[configuration])
+    config = read_config(tmp_path)
+    group = None if rank is None else Ranks(rank, 3 if config.num_kv_heads == 3 else 2)
+    build = builder(config, group)
     asked = recorded(monkeypatch)
     checked, read = loaded(monkeypatch, Headers), loaded(monkeypatch, CheckpointWeights)
     with CheckpointWeights(
@@ -129,3 +134,18 @@ def test_headers_are_asked_for_what_is_read_later(monkeypatch, tmp_path, configu
         build(weights, open_device("cpu"))
     assert asked == before * 2
     assert checked.items() <= read.items(), "equal projections are made once"
+
+
+@pytest.mark.parametrize("unpacked", [False, True])
+@pytest.mark.parametrize("configuration", CONFIGURATIONS)
+def test_random_weights_are_as_large_as_a_checkpoint(tmp_path, configuration, unpacked):
+    """Of all ranks together; nothing is created to find out."""
+    make_checkpoint(tmp_path, **CONFIGURATIONS[configuration])
+    config, cpu = read_config(tmp_path), torch.device("cpu")
+    packed = format_of(config.quantization)
+    with CheckpointWeights(tmp_path, torch.float32, cpu, packed=packed) as weights:
+        expected = weights.min_bytes(unpacked=unpacked)
+    random = RandomWeights(torch.float32, cpu, packed)
+    random._load = None
+    for group in (None, Ranks(1, 3 if config.num_kv_heads == 3 else 2)):
+        assert requested_bytes(random, builder(config, group), unpacked=unpacked) == expected

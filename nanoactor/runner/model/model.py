@@ -21,7 +21,7 @@ from nanoactor.models.options import FusedSampling
 from nanoactor.models.sampling.sharded import ShardedSampler, gather_logits
 from nanoactor.models.vision.tower import VisionTower
 from nanoactor.models.weights.checkpoint import CheckpointWeights
-from nanoactor.models.weights.headers import check_tensors
+from nanoactor.models.weights.headers import check_tensors, requested_bytes
 from nanoactor.models.weights.random_weights import RandomWeights
 from nanoactor.models.weights.weights import Weights, format_of
 from nanoactor.runner.batch.batch import FALLBACK_AT_ONCE, BatchTraits
@@ -244,8 +244,12 @@ class LoadedModel:
         if config.quantization is not None:
             weights_format += ", unpacked on this device," if is_unpacked else " or packed"
         paged_layers = sum(not layer.mixer.keeps_slot_state for layer in layers_of(config))
+        if isinstance(weights, CheckpointWeights):
+            min_bytes = weights.min_bytes(self._ignorable_weights(), unpacked=is_unpacked)
+        else:
+            min_bytes = requested_bytes(weights, self._make_networks, unpacked=is_unpacked)
         needs = MemoryNeeds(
-            weights.min_bytes(self._ignorable_weights(), unpacked=is_unpacked),
+            min_bytes,
             weights_format,
             2 * paged_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize,
             MIN_LENGTH if files.is_length_auto else files.max_model_len,
