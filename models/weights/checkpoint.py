@@ -72,15 +72,6 @@ class CheckpointWeights(Weights):
         # A tensor that was not converted still maps the file, which may change at any time.
         return converted.clone() if converted.data_ptr() == tensor.data_ptr() else converted
 
-    def min_bytes(self, ignored: Collection[str] = (), *, unpacked: bool = False) -> int:
-        """Return a lower bound on the total size of all ranks' weights, in bytes.
-
-        Packed tensors count with their size in the file, or with the size of the model's dtype if
-        `unpacked` is True. All others have the model's dtype. Tensors named in `ignored` do not
-        count.
-        """
-        return self.files.min_bytes(self.dtype, ignored, unpacked=unpacked)
-
     def warn_about_unused(self, ignored: Collection[str] = ()) -> None:
         """Log a warning if the checkpoint has tensors that were never loaded. Such a checkpoint may
         belong to another model.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
-import math
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,10 +21,6 @@ log = logging.getLogger("nanoactor.weights")
 INDEX = "model.safetensors.index.json"
 _FLOAT_TYPES = ("F64", "F32", "BF16", "F16")
 """Safetensors dtypes of weights that are not packed."""
-_FP8_TYPES = ("F8_E4M3",)
-"""Safetensors dtypes of packed weights with one element per number."""
-_INTEGER_SIZES = {"I32": 4, "I64": 8, "I16": 2, "U16": 2, "U32": 4, "U64": 8}
-"""Sizes in bytes of the integer dtypes that take more than one byte."""
 _STORED_TYPE_NAMES = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.int8: "I8",
@@ -241,23 +236,6 @@ class TensorFiles:
         """Return the shape of a tensor in `names`. Raises `WeightsError` if its file does not
         contain it."""
         return tuple(self.slice_of(name).get_shape())
-
-    def min_bytes(self, dtype: torch.dtype, ignored: Collection[str], *, unpacked: bool) -> int:
-        """Return a lower bound on the size of all tensors except those in `ignored`, in bytes.
-
-        Packed tensors count with their size in the file, or with the size of `dtype` if `unpacked`
-        is True. All others count with the size of `dtype`.
-        """
-        total = 0
-        for name in self._file_of.keys() - set(ignored):
-            tensor_slice = self.slice_of(name)
-            stored_type = tensor_slice.get_dtype()
-            has_model_dtype = stored_type in _FLOAT_TYPES or (
-                unpacked and stored_type in _FP8_TYPES
-            )
-            element_size = dtype.itemsize if has_model_dtype else _INTEGER_SIZES.get(stored_type, 1)
-            total += math.prod(tensor_slice.get_shape()) * element_size
-        return total
 
 
 def list_names(names: set[str]) -> str:

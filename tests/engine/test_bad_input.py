@@ -22,8 +22,8 @@ from nanoactor.models.errors import (
     WeightsError,
 )
 from nanoactor.models.weights.checkpoint import CheckpointWeights
+from nanoactor.models.weights.headers import requested_bytes
 from nanoactor.models.weights.random_weights import RandomWeights
-from nanoactor.models.weights.weights import Weights
 from nanoactor.requests.params import TokenCap
 from nanoactor.runner.config import MemoryNeeds, check_weights
 from nanoactor.runner.model import model
@@ -268,13 +268,13 @@ def test_weights_that_cannot_fit_are_refused_with_the_arithmetic(
 )
 def test_packed_weights_count_as_the_device_uses_them(monkeypatch, tmp_path, kind, weights_format):
     make_checkpoint(tmp_path, **CONFIGURATIONS["fp8"])
-    found, min_bytes = [], CheckpointWeights.min_bytes
+    found = []
 
-    def noted(self, *arguments, **options):
-        found.append(min_bytes(self, *arguments, **options))
+    def noted(*arguments, **options):
+        found.append(requested_bytes(*arguments, **options))
         return found[-1]
 
-    monkeypatch.setattr(CheckpointWeights, "min_bytes", noted)
+    monkeypatch.setattr(model, "requested_bytes", noted)
     monkeypatch.setattr(devices, "open_device", lambda *_: kind())
     monkeypatch.setattr(CPUDevice, "memory", lambda _: Memory(1 << 34, 1 << 10))
     with pytest.raises(NotEnoughMemory, match=f"the weights in {weights_format} take at least"):
@@ -309,7 +309,7 @@ def test_random_weights_that_cannot_fit_are_refused_before_they_are_created(
 
 def test_a_model_that_cannot_fit_is_refused_before_it_is_loaded(monkeypatch):
     monkeypatch.setattr(CPUDevice, "memory", lambda _: Memory(1 << 34, 1 << 20))
-    monkeypatch.setattr(Weights, "load", lambda *_, **__: pytest.fail("it is loaded"))
+    monkeypatch.setattr(CheckpointWeights, "_load", lambda *_: pytest.fail("it is loaded"))
 
     async def main():
         async with AsyncLLM("demo", placement="single"):

@@ -198,14 +198,18 @@ def test_routing_of_16_bit_tokens_uses_all_bits_of_the_weights(
         assert row.index(1) + 1 == row.index(3)
 
 
-@pytest.mark.parametrize("by_cublas", [False, True])
-def test_every_bit_of_a_routers_weights_counts(device, monkeypatch, by_cublas):
+@pytest.mark.parametrize(
+    ("dtype", "by_cublas"),
+    [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False)],
+)
+def test_every_bit_of_a_routers_weights_counts(device, monkeypatch, dtype, by_cublas):
     if device.traits.name not in ("cuda", "interpreted"):
         pytest.skip("PyTorch multiplies in float32")
-    monkeypatch.setattr(routing, "_MAX_SPLIT_TOKENS", 0 if by_cublas else 40)
+    is_bfloat16 = dtype == torch.bfloat16  # float16 has a limit of its own
+    monkeypatch.setattr(routing, "_MAX_SPLIT_TOKENS", 40 if is_bfloat16 and not by_cublas else 0)
     monkeypatch.setattr(routing, "_LOGITS_CONFIGS", ())
     weight = make(2, torch.float32, 16, 96)
-    tokens = torch.eye(96)[:40].bfloat16()  # each has one input
+    tokens = torch.eye(96)[:40].to(dtype)  # each has one input
     logits = routing._router_logits(*(x.to(device.torch_device) for x in (tokens, weight)))
     assert len(logits) > 1, "in parts, on tensor cores"
     torch.testing.assert_close(logits.sum(0).cpu(), weight.T[:40], rtol=2**-22, atol=0)

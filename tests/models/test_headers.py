@@ -14,6 +14,7 @@ from nanoactor.models.families.registry import family_of
 from nanoactor.models.vision.tower import VisionTower
 from nanoactor.models.weights.checkpoint import CheckpointWeights
 from nanoactor.models.weights.files import INDEX, TensorFiles
+from nanoactor.models.weights.fp8 import E4M3
 from nanoactor.models.weights.headers import Headers, check_tensors, requested_bytes
 from nanoactor.models.weights.random_weights import RandomWeights
 from nanoactor.models.weights.weights import format_of
@@ -138,14 +139,20 @@ def test_headers_are_asked_for_what_is_read_later(monkeypatch, tmp_path, configu
 
 @pytest.mark.parametrize("unpacked", [False, True])
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
-def test_random_weights_are_as_large_as_a_checkpoint(tmp_path, configuration, unpacked):
-    """Of all ranks together; nothing is created to find out."""
+def test_weights_are_as_large_as_the_tensors_of_a_checkpoint(tmp_path, configuration, unpacked):
+    """Those of all ranks together, also random ones. A tensor that is not used does not count."""
     make_checkpoint(tmp_path, **CONFIGURATIONS[configuration])
     config, cpu = read_config(tmp_path), torch.device("cpu")
     packed = format_of(config.quantization)
-    with CheckpointWeights(tmp_path, torch.float32, cpu, packed=packed) as weights:
-        expected = weights.min_bytes(unpacked=unpacked)
+    expected = sum(
+        tensor.numel() * (1 if tensor.dtype == E4M3 and not unpacked else 4)
+        for tensor in load_file(tmp_path / "model.safetensors").values()
+    )
+    changed(tmp_path, lambda tensors: tensors.update(spare=torch.zeros(100)))
     random = RandomWeights(torch.float32, cpu, packed)
     random._load = None
-    for group in (None, Ranks(1, 3 if config.num_kv_heads == 3 else 2)):
-        assert requested_bytes(random, builder(config, group), unpacked=unpacked) == expected
+    with CheckpointWeights(tmp_path, torch.float32, cpu, packed=packed) as weights:
+        for kind in (weights, random):
+            for group in (None, Ranks(1, 3 if config.num_kv_heads == 3 else 2)):
+                build = builder(config, group)
+                assert requested_bytes(kind, build, unpacked=unpacked) == expected

@@ -244,12 +244,8 @@ class LoadedModel:
         if config.quantization is not None:
             weights_format += ", unpacked on this device," if is_unpacked else " or packed"
         paged_layers = sum(not layer.mixer.keeps_slot_state for layer in layers_of(config))
-        if isinstance(weights, CheckpointWeights):
-            min_bytes = weights.min_bytes(self._ignorable_weights(), unpacked=is_unpacked)
-        else:
-            min_bytes = requested_bytes(weights, self._make_networks, unpacked=is_unpacked)
         needs = MemoryNeeds(
-            min_bytes,
+            requested_bytes(weights, self._make_networks, unpacked=is_unpacked),
             weights_format,
             2 * paged_layers * config.num_kv_heads * config.head_dim * self.dtype.itemsize,
             MIN_LENGTH if files.is_length_auto else files.max_model_len,
